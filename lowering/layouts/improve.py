@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.decisions import Decisions
@@ -68,9 +68,35 @@ def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
     least = sum(map(len, current)) if op.reduces else 0
     return [
         candidate
-        for candidate in solver.candidates(op, made.layouts)
+        for candidate in (
+            *solver.candidates(op, made.layouts),
+            *_by_other_dims(solver, op, current, made),
+        )
         if candidate != current and sum(map(len, candidate)) >= least
     ]
+
+
+def _by_other_dims(
+    solver: Solver, op: Operation, current: Assignment, made: Decisions
+) -> Iterator[Assignment]:
+    """The assignments with an axis elsewhere whose dim the operation reads whole.
+
+    A sort along a sharded dim so works on the columns that a device has, for two
+    exchanges.  What reduces is left as it is: its work is worth more than the bytes.
+    """
+    if op.reduces or op.pinned is not None or solver.is_bound(op):
+        return
+    gathered = {
+        axis: None
+        for name, dims in zip(op.ins, op.operands, strict=True)
+        for dim, axes in zip(dims, made.layouts[name], strict=True)
+        if dim is None
+        for axis in axes
+        if not any(axis in each for each in current)
+    }
+    # The minor axis of a dim leaves it first.
+    moves = dict.fromkeys([tuple(reversed(gathered)), *((axis,) for axis in gathered)])
+    yield from _spread_otherwise(solver, op, current, moves)
 
 
 def tried(
@@ -164,7 +190,9 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
         # A contraction that moves little cannot pay for a new start.
         if _moved(solver, op, now, best, op.ins) < best.total.all / _RESTARTS:
             continue
-        for assignment in _spread_otherwise(solver, op, now):
+        for assignment in _spread_otherwise(
+            solver, op, now, [(a,) for a in solver.mesh]
+        ):
             least = _moved(solver, op, assignment, best, given)
             if least < best.total.all:
                 found.append((least, number, assignment))
@@ -173,15 +201,15 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
 
 
 def _spread_otherwise(
-    solver: Solver, op: Operation, now: Assignment
+    solver: Solver, op: Operation, now: Assignment, moves: Iterable[tuple[str, ...]]
 ) -> Iterator[Assignment]:
-    """The assignments with one axis on another factor that mesh axes may cut."""
+    """The assignments with some axes on another factor that mesh axes may cut."""
     followed = map(factors_of, (*op.operands, *op.results))
     factors = sorted(set[int]().union(*followed))
-    for axis, factor in itertools.product(solver.mesh, factors):
-        if solver.mesh[axis] > 1 and axis not in now[factor]:
-            spread = [tuple(a for a in axes if a != axis) for axes in now]
-            spread[factor] = (*spread[factor], axis)
+    for axes, factor in itertools.product(moves, factors):
+        if any(solver.mesh[axis] > 1 and axis not in now[factor] for axis in axes):
+            spread = [tuple(a for a in each if a not in axes) for each in now]
+            spread[factor] = (*spread[factor], *axes)
             if op.fits(tuple(spread), solver.mesh):
                 yield tuple(spread)
 

@@ -4,10 +4,9 @@ The result for some of the keys comes with the logarithm of each row's sum of
 exponentials.  Two such results are weighted by these sums (FlashAttention, Dao et al.
 2022, section 3.1).  A backward gets the logarithms for all keys, so its parts add up.
 
-Under a causal mask a part is worked on in square blocks.  A block above the diagonal is
-hidden and not computed, one below it is seen whole, and one on it has the mask itself.
-Where there would be too many blocks, and at the far edge of a sliding window, keys are
-masked one by one.
+Positions of queries and of keys are cut into runs, and each pair of runs is a block.  A
+hidden block is not computed.  One that is seen whole needs no mask.  In others keys are
+masked one by one, but on the diagonal the mask is that of the whole.
 """
 
 from __future__ import annotations
@@ -30,8 +29,26 @@ from jhost._dtypes import summed_in
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Shard
 
-# Each block is a branch of its own in the compiled program, so their number is bounded.
-_MOST_BLOCKS = 64
+# In all chunks of a loop together: XLA compiles a few matmuls for each.
+_MOST_BLOCKS = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """`size` steps of a factor from `at` on; in the whole they lie within `span`.
+
+    The first of them stands at `first` there.
+    """
+
+    at: int
+    size: int
+    first: Any
+    span: Any
+
+    def is_like(self, other: Run) -> bool:
+        """Whether both are of one size and have all positions of their spans."""
+        spans = self.size, other.size, self.span, other.span
+        return all(isinstance(span, int) for span in spans) and len({*spans}) == 1
 
 
 @functools.cache
@@ -133,35 +150,29 @@ class AttentionBlocks(abc.ABC):
         if self.sizes == tuple(size * shard.zigzag for size in here):
             first, *_ = map(operator.sub, *map(shard.starts, both))
             return self.halves(eqn, args, here[0] // 2, first)
-        side, rows, columns = self.blocks(shard)
-        if not side:
+        if 0 in here:
             return self.masked(eqn, args)
-        parts = [
-            self.row(
-                eqn, self.cut(args, self.queries, n * side, side), row, columns, side
-            )
-            for n, row in enumerate(rows)
-        ]
-        return self.along(self.queries, parts)
+        rows, columns = self.blocks(shard)
+        return self.along(
+            self.queries, [self.row(eqn, args, row, columns) for row in rows]
+        )
 
-    def blocks(self, shard: Shard) -> tuple[int, list[Any], list[Any]]:
-        """The side of the blocks, and where the blocks of queries and of keys begin.
-
-        The side is 0 where there are no blocks, or too many.
-        """
+    def blocks(self, shard: Shard) -> tuple[list[Run], list[Run]]:
+        """The runs of queries and those of keys: squares, if those are not too many."""
         both = self.queries, self.keys
         starts, here = [*map(shard.starts, both)], [*map(shard.size, both)]
-        stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
-        side = math.gcd(*stretches)
-        count = math.prod(size // max(side, 1) for size in here)
-        # Only a mask that ends at the query's own position has blocks of three kinds.
-        if self.window.right != 0 or not 0 < count <= _MOST_BLOCKS:
-            return 0, [], []
-        rows, columns = (
-            [start + at for start in each for at in range(0, stretch, side)]
-            for each, stretch in zip(starts, stretches, strict=True)
-        )
-        return side, rows, columns
+        most = max(_MOST_BLOCKS * here[1] // self.sizes[1], 1)
+        side = math.gcd(*map(shard.grain, both))
+        if self.window.right == 0 and math.prod(n // side for n in here) <= most:
+            rows, columns = (
+                _runs(*each, side) for each in zip(starts, here, strict=True)
+            )
+            return rows, columns
+        rows = _runs(starts[0], here[0], here[0] // len(starts[0]))
+        # Keys of a row are cut as its queries are: they have no smaller blocks to skip.
+        stretch = here[1] // len(starts[1])
+        columns = _runs(starts[1], here[1], math.gcd(stretch, rows[0].size))
+        return rows, _joined(columns, max(most // len(rows), 1))
 
     def seen(self, args: Sequence[Any]) -> Any:
         """Which queries see which keys: a mask of queries by keys."""
@@ -210,45 +221,49 @@ class AttentionBlocks(abc.ABC):
         ]
 
     def row(
-        self,
-        eqn: JaxprEqn,
-        args: Sequence[Any],
-        row: Any,
-        columns: Sequence[Any],
-        side: int,
+        self, eqn: JaxprEqn, args: Sequence[Any], row: Run, columns: Sequence[Run]
     ) -> Sequence[Any]:
-        """The results of a row of blocks; `row` and `columns` are where they begin."""
-        # Starts are subtracted as scalars: XLA then sees that equal ones differ by 0,
-        # and drops the other branches.
+        """What a run of queries finds among all runs of keys."""
+        args = self.cut(args, self.queries, row.at, row.size)
         blocks = [
             self.block(
-                eqn, self.cut(args, self.keys, n * side, side), row - column, side
+                eqn, self.cut(args, self.keys, column.at, column.size), row, column
             )
-            for n, column in enumerate(columns)
+            for column in columns
         ]
         return self.along(self.keys, blocks)
 
     def block(
-        self, eqn: JaxprEqn, args: Sequence[Any], distance: Any, side: int
+        self, eqn: JaxprEqn, args: Sequence[Any], row: Run, column: Run
     ) -> Sequence[Any]:
-        """The results of a block whose first query is `distance` behind its first key.
-
-        `distance` is a multiple of `side`, so a causal mask hides all, nothing or half.
-        """
+        """What a run of queries finds among a run of keys."""
+        # Of two scalars XLA finds the difference of equal ones, and drops branches.
+        distance = row.first - column.first
+        hidden, seen = self.sees(row, column, distance)
         branches = [
             lambda *args: self.nothing(eqn, args),
             lambda *args: self.unmasked(eqn, args),
-            lambda *args: self.as_it_is(eqn, args),
+            lambda *args: self.masked(eqn, args),
         ]
-        case = _case(distance)
-        if (left := self.window.left) is not None:
-            # The pair farthest apart is `distance + side - 1` apart.  If that is more
-            # than `left`, keys are masked one by one; and all are hidden if the nearest
-            # pair, `distance - side + 1` apart, is too far as well.
-            branches.append(lambda *args: self.masked(eqn, args))
-            far = jnp.where(distance - side < left, 3, 0)
-            case = jnp.where((case == 1) & (distance + side > left + 1), far, case)
+        case = jnp.where(hidden, 0, jnp.where(seen, 1, 2))
+        if self.window.right == 0 and row.is_like(column):
+            branches.append(lambda *args: self.as_it_is(eqn, args))
+            case = jnp.where(distance == 0, 3, case)
         return lax.switch(case, branches, *args)
+
+    def sees(self, row: Run, column: Run, distance: Any) -> tuple[Any, Any]:
+        """Whether a run of queries sees no key of another run, and whether it sees all.
+
+        The first query stands `distance` behind the first key.
+        """
+        nearest, farthest = distance - column.span + 1, distance + row.span - 1
+        left, right = self.window.left, self.window.right
+        hidden, seen = False, True
+        if left is not None:
+            hidden, seen = hidden | (nearest > left), seen & (farthest <= left)
+        if right is not None:
+            hidden, seen = hidden | (farthest < -right), seen & (nearest >= -right)
+        return hidden, seen
 
     def nothing(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """The results of a hidden block."""
@@ -292,3 +307,28 @@ def _sum(parts: Sequence[Any]) -> Any:
     # Wide: the sum is rounded once, in `__call__`, and not with each part.
     wide = summed_in(parts[0].dtype)
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])
+
+
+def _runs(starts: Sequence[Any], here: int, size: int) -> list[Run]:
+    """The stretches of a factor that begin there, cut into runs of one size."""
+    stretch = here // len(starts)
+    return [
+        Run(number * stretch + at, size, start + at, size)
+        for number, start in enumerate(starts)
+        for at in range(0, stretch, size)
+    ]
+
+
+def _joined(runs: Sequence[Run], most: int) -> list[Run]:
+    """Neighbours among the runs made one, equally many in each, to have so few."""
+    each = next(
+        n
+        for n in range(1, len(runs) + 1)
+        if not len(runs) % n and len(runs) <= n * most
+    )
+    return [
+        dataclasses.replace(
+            first, size=each * first.size, span=last.first - first.first + last.span
+        )
+        for first, last in zip(runs[::each], runs[each - 1 :: each], strict=True)
+    ]

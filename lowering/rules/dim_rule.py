@@ -75,9 +75,12 @@ class Shard(Protocol):
     def starts(self, factor: int) -> Sequence[Any]:
         """Where the stretches of steps of `factor` here begin in the whole.
 
-        There is one stretch, or there are two in zigzag order.  Stretches have one
-        size and begin at multiples of it.  The starts are ints or traced scalars.
+        They have one size.  Each start is an int or a traced scalar.
         """
+        ...
+
+    def grain(self, factor: int) -> int:
+        """A number that divides the stretches' size, and where each of them begins."""
         ...
 
     def parts(self, factor: int) -> int:

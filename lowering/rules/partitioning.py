@@ -153,6 +153,9 @@ class _WholeAsShard:
     def starts(self, factor: int) -> Sequence[Any]:
         raise NotImplementedError("no factor is counted")
 
+    def grain(self, factor: int) -> int:
+        raise NotImplementedError("no factor is counted")
+
 
 def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     """Whether `partition` works on the parts of all factors at once."""

@@ -131,6 +131,10 @@ def part_of_whole(x: Any, dim: int, mapped: FactorDim, shard: Shard) -> Any:
 
 def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
     """`size` elements of a dim, from `start` on, and `fill` where `x` has none."""
+    if size < x.shape[dim]:
+        # What is padded is copied: only the elements nearest to it.
+        near = lax.clamp(np.int32(0), start, np.int32(x.shape[dim] - size))
+        x, start = lax.dynamic_slice_in_dim(x, near, size, axis=dim), start - near
     x = padded(x, dim, fill, (size, size))
     # Beyond either end of the padded array there is only `fill`, so clamping is right.
     last = np.int32(x.shape[dim] - size)

@@ -8,13 +8,12 @@ segment ids are cut as queries and keys are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -23,7 +22,7 @@ from jhost._attention.written_out import AttentionSettings, width
 from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
-from jhost.lowering.rules.attention_parts import AttentionBlocks, weighted
+from jhost.lowering.rules.attention_parts import AttentionBlocks, Run, weighted
 from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, rule, shape_of
 from jhost.lowering.rules.reducers import Reducer
 
@@ -102,30 +101,26 @@ class WrittenBlocks(AttentionBlocks):
         return self.as_it_is(eqn, args)
 
     def made(self, shard: Shard) -> int:
-        """How many keys a query has scores for, on average: whole blocks of them."""
-        side, rows, columns = self.blocks(shard)
+        """For how many keys a query's scores are made, on the average: by blocks."""
         here = shard.size(self.queries), shard.size(self.keys)
-        if not side or here == self.sizes:
+        if 0 in here or here == self.sizes:
             return here[1]
-        hidden = self.is_hidden(np.subtract.outer(rows, columns), side)
-        return math.ceil(here[1] * np.mean(~hidden))
+        rows, columns = self.blocks(shard)
+        made = sum(
+            column.size
+            for row, column in itertools.product(rows, columns)
+            if not self.sees(row, column, row.first - column.first)[0]
+        )
+        return math.ceil(made / len(rows))
 
     def masked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        return self.unless(~jnp.any(self.seen(args)), eqn, args)
+        return self.as_it_is(eqn, args)
 
     def block(
-        self, eqn: JaxprEqn, args: Sequence[Any], distance: Any, side: int
+        self, eqn: JaxprEqn, args: Sequence[Any], row: Run, column: Run
     ) -> list[Any]:
-        return self.unless(self.is_hidden(distance, side), eqn, args)
-
-    def is_hidden(self, distance: Any, side: int) -> Any:
-        """Whether a block is hidden whose first query is `distance` behind its key."""
-        left = self.window.left
-        far = False if left is None else distance - side >= left
-        return (distance < 0) | far
-
-    def unless(self, hidden: Any, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """The results of the part; nothing is computed where all keys are hidden."""
+        """Nothing is computed where all keys are hidden."""
+        hidden, _ = self.sees(row, column, row.first - column.first)
         return lax.cond(
             hidden,
             lambda *args: self.nothing(eqn, args),

@@ -84,20 +84,27 @@ class EqnShard:
     def starts(self, factor: int) -> Sequence[Any]:
         """Where the stretches of steps of `factor` here begin in the whole."""
         first, chunk = self._first(factor), self._chunk(factor)
-        size = stretch = self._local(factor)
-        groups, apart = 1, 0
+        size, groups, apart = self._local(factor), 1, 0
         if chunk is not None:
             unit = self._unit(factor, chunk)
-            size, stretch = chunk.size * unit, chunk.grain * unit
-            groups, apart = chunk.groups, chunk.extent * unit
-        if self._is_zigzag(factor):
-            parts = 2 * self.unit_eqn.zigzag
-            stretch = math.gcd(stretch, self.unit_eqn.rule.sizes[factor] // parts)
+            size, groups, apart = chunk.size * unit, chunk.groups, chunk.extent * unit
+        # In zigzag order a part has two stretches, which no grain crosses.
+        stretch = self.grain(factor) if self._is_zigzag(factor) else size
         return [
             self._position(factor, first + group * apart + step)
             for group in range(groups)
             for step in range(0, size or 1, stretch or 1)  # an empty chunk has a start
         ]
+
+    def grain(self, factor: int) -> int:
+        """A number that divides the stretches' size, and where each begins."""
+        grain, chunk = self._local(factor), self._chunk(factor)
+        if chunk is not None:
+            grain = math.gcd(chunk.grain, chunk.extent) * self._unit(factor, chunk)
+        if self._is_zigzag(factor):
+            parts = 2 * self.unit_eqn.zigzag
+            grain = math.gcd(grain, self.unit_eqn.rule.sizes[factor] // parts)
+        return grain
 
     def parts(self, factor: int) -> int:
         """The number of devices that `factor` is spread over."""

@@ -169,6 +169,9 @@ class _Shard:
         size, stretch = self.shape[factor]
         return [self.offsets[factor] + step for step in range(0, size, stretch)]
 
+    def grain(self, factor: int) -> int:
+        return self.shape[factor][1]
+
     def parts(self, factor: int) -> int:
         return -(-self.sizes[factor] // self.size(factor))
 

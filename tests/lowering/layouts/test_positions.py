@@ -72,12 +72,19 @@ def test_what_is_read_and_sharded_elsewhere_is_scattered() -> None:
     assert communications(program) == ["ReduceScatter tp 0 sum"]
 
 
-def test_more_than_half_of_a_dim_is_gathered() -> None:
-    def most(x: Array, at: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, at, 9, axis=1)
+def most(x: Array, at: Array) -> Array:
+    return lax.dynamic_slice_in_dim(x, at, 9, axis=1)
 
-    program = exact(most, cache(), jnp.array(3), **tp(4, (CACHE, P()), P()))
+
+def test_more_than_half_of_a_dim_is_gathered() -> None:
+    args = cache(3, 16, 3), jnp.array(3)
+    program = exact(most, *args, **tp(4, (CACHE, P()), P()))
     assert communications(program) == ["AllGather tp 1"]
+
+
+def test_or_it_is_read_where_another_dim_is_sharded_instead() -> None:
+    program = exact(most, cache(), jnp.array(3), **tp(4, (CACHE, P()), P()))
+    assert communications(program) == ["AllToAll tp 1 to 0", "AllGather tp 0"]
 
 
 @pytest.mark.parametrize(

@@ -237,5 +237,5 @@ def test_what_a_contraction_gathers_is_not_repeated() -> None:
 )
 def test_what_is_said_to_be_gathered_is_named(fun: Callable[[Any], Any]) -> None:
     """The list of docs/performance.md."""
-    lowered = jhost.jit(fun, **tp(4, (P("tp"),), P())).lower(np.zeros((64, 4)))
+    lowered = jhost.jit(fun, **tp(4, (P("tp"),), P())).lower(np.zeros((64, 3)))
     assert remarks(lowered.host_ir, ReplicationReport)

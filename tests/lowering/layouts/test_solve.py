@@ -402,10 +402,18 @@ def test_no_contraction_is_repeated_for_fewer_bytes_later() -> None:
 
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         y = jnp.tanh(shard(x, P("tp", None)) @ w)
-        return jnp.sort(y, axis=0)
+        return shard(jnp.sort(y, axis=0), P())
 
     program = solved(f, (8, 4), (4, 64), tp=4)
     assert moved(program) == ["AllGather v_1 tp"]
+
+
+def test_a_sort_along_a_sharded_dim_works_on_columns() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return shard(jnp.sort(shard(x, P("tp", None)), axis=0), P("tp", None))
+
+    kinds = [each.split()[0] for each in moved(solved(f, (8, 4), tp=4))]
+    assert kinds == ["AllToAll", "AllToAll"]
 
 
 def test_a_program_without_a_mesh_is_left_alone() -> None:

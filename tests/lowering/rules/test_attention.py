@@ -205,6 +205,9 @@ class _Part:
     def starts(self, factor: int) -> list[Any]:
         return [0]
 
+    def grain(self, factor: int) -> int:
+        return self.sizes[factor]
+
 
 def assert_shapes_of_parts(eqn: JaxprEqn) -> None:
     rule = rule_of(eqn)

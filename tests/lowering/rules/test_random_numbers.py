@@ -78,6 +78,9 @@ class _Tail:
     def starts(self, factor: int) -> list[Any]:
         return [self.sizes[factor] - self.steps[factor]]
 
+    def grain(self, factor: int) -> int:
+        return 1
+
 
 @pytest.mark.parametrize(
     "shape",

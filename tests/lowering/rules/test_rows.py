@@ -281,6 +281,9 @@ def test_what_is_promised_of_indices_holds_for_parts_of_them() -> None:
             def starts(self, factor: int) -> list[Any]:
                 return [0]
 
+            def grain(self, factor: int) -> int:
+                return self.size(factor)
+
         args = _table(), np.array([[1], [3], [4], [5]]), _table(4)
         made = jax.make_jaxpr(lambda *args: rule.rebind(eqn, args, Part()))(*args)
         return made.jaxpr.eqns[-1].params

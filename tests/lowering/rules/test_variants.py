@@ -55,6 +55,9 @@ class _Half:
     def starts(self, factor: int) -> list[Any]:
         return [self.start(self.size(factor))]
 
+    def grain(self, factor: int) -> int:
+        return self.size(factor)
+
 
 # --- Accumulators -------------------------------------------------------------- #
 

@@ -1,0 +1,81 @@
+"""What is compiled moves and keeps at most twice what `jax.jit` makes of a function."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jhost
+from tests.lowering.hand_built import mesh_of
+
+Array: TypeAlias = jax.Array
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)"
+    r"(?:-start)?\("
+)
+_KEPT_ANYWAY = 8192
+"""Bytes: buffers for indices and the like."""
+
+
+def moved(text: str) -> int:
+    """The elements in the results of all collectives of a compiled program."""
+    shapes = (
+        shape
+        for results in _COLLECTIVE.findall(text)
+        for shape in re.findall(r"\w+\[([\d,]*)\]", results)
+    )
+    return sum(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
+
+
+def convolved(x: Array) -> Array:
+    kernel = jnp.ones((4, x.shape[1], 3))
+    numbers = "NTC", "TIO", "NTC"
+    return lax.conv_general_dilated(
+        x[None], kernel, (1,), [(3, 0)], dimension_numbers=numbers
+    )[0]
+
+
+def difference(x: Array) -> Array:
+    return jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0)))
+
+
+def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return jax.grad(lambda x: (fun(x) ** 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("fun", "out"),
+    [
+        (lambda x: jnp.roll(x, 1, 0), P(("a", "b"))),
+        (pulled(difference), P(("a", "b"))),
+        (pulled(convolved), P(("a", "b"))),
+        (lambda x: x[-1] * 2, P()),
+        (lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 5), P()),
+        (lambda x: jnp.sort(x, axis=0), P(("a", "b"))),
+        (lambda x: jnp.argmax(x, axis=0), P()),
+    ],
+    ids=["roll", "difference", "conv", "last", "slice", "sort", "argmax"],
+)
+def test_no_more_than_twice_is_moved_and_kept(
+    fun: Callable[[Array], Any], out: P
+) -> None:
+    x, devices = jax.ShapeDtypeStruct((512, 64), np.float32), mesh_of(a=2, b=4)
+    ins = P(("a", "b"))
+    on = [NamedSharding(devices, spec) for spec in (ins, out)]
+    plain = jax.jit(fun, in_shardings=on[0], out_shardings=on[1])
+    hosted = jhost.jit(fun, mesh=devices, in_shardings=(ins,), out_shardings=out)
+    one, other = (each.lower(x).compile() for each in (plain, hosted))
+    assert moved(other.as_text() or "") <= 2 * moved(one.as_text() or "")
+    kept: list[Any] = [each.memory_analysis() for each in (one, other)]
+    least, most = (each.temp_size_in_bytes for each in kept)
+    assert most <= 2 * least + _KEPT_ANYWAY
