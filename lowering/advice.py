@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jhost._text import seconds_text
-from jhost.lowering.ir.remarks import LayoutReport, Prediction, StreamReport
+from jhost.lowering.cost.candidates import NOT_PIPELINED
+from jhost.lowering.ir.marks import OnLines
+from jhost.lowering.ir.remarks import LayoutReport, LeftStream, Prediction, StreamReport
 from jhost.lowering.places import END, START
 from jhost.lowering.steps import CommunicationReport
 
@@ -29,8 +31,14 @@ def too_little(predicted: Prediction) -> bool:
 def _loses(explained: Explanation, predicted: Prediction) -> bool:
     """Whether a loop that was asked for is predicted to take longer than none."""
     plain = explained.unpipelined
-    asked = any(each.hides and not each.predicted for each in explained.streams)
+    asked = any(map(_is_asked_for, explained.streams))
     return asked and plain is not None and plain.total < predicted.total
+
+
+def _is_asked_for(stream: StreamReport) -> bool:
+    """Whether it has a loop that prediction and measurement could not leave out."""
+    weighed = any(text == NOT_PIPELINED for text, _ in stream.predicted)
+    return stream.hides and not weighed and not stream.measured
 
 
 def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> str:
@@ -48,8 +56,10 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
     if exposed[0].kind == "AllToAll":
         return _one_layout(explained, exposed[0])
     near = [each for each in explained.streams if _is_near(each, exposed)]
-    if not near:
+    if not near and not explained.searches:
         return _unmarked(exposed[0]) or _reason(explained, exposed[0])
+    if not near:
+        return _left(explained, exposed) or _reason(explained, exposed[0])
     weighed = [each for each in near if not each.hides and len(each.predicted) > 1]
     if not weighed:
         return _reason(explained, exposed[0])
@@ -67,12 +77,38 @@ def _unmarked(report: CommunicationReport) -> str:
     )
 
 
-def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
-    """That measuring may choose otherwise, or what would change the prediction."""
+def _left(explained: Explanation, exposed: Sequence[CommunicationReport]) -> str:
+    """That jhost looked at a stream beside the transfer, and why it left it."""
+    left = [each for search in explained.searches for each in search.left]
+    weighed = [each for each in left if len(each.predicted) > 1]
+    near = [each for each in weighed if _is_near(each, exposed)]
+    if not near:
+        return ""
+    stream = min(near, key=_lost)
+    text, times = _best_loop(stream)
+    looked = f"jhost found a stream at {stream.where} and left it"
+    if _lost(stream) < _CLOSE:
+        return (
+            f"{looked}, too close to choose by prediction ({text}: {times}): mark it "
+            f"with jhost.stream, and jhost.tune measures both"
+        )
+    return (
+        f"fewer devices along {' and '.join(exposed[0].axes)}, or more rows a device: "
+        f"{looked}, because its chunks are too small to gain ({text}: {times})"
+    )
+
+
+def _best_loop(stream: StreamReport | LeftStream) -> tuple[str, str]:
+    """The best loop that was weighed, and the times with it and without."""
     (_, chosen), *others = stream.predicted
     text, seconds = min(others, key=lambda each: each[1])
-    times = f"{seconds_text(seconds)} and {seconds_text(chosen)} without"
-    if seconds < _CLOSE * chosen:
+    return text, f"{seconds_text(seconds)} and {seconds_text(chosen)} without"
+
+
+def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
+    """That measuring may choose otherwise, or what would change the prediction."""
+    text, times = _best_loop(stream)
+    if _lost(stream) < _CLOSE:
         return (
             f"measure with jhost.tune: at {stream.where} {text} is predicted to take "
             f"{times}, too close to choose by prediction"
@@ -83,14 +119,14 @@ def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str
     )
 
 
-def _lost(stream: StreamReport) -> float:
+def _lost(stream: StreamReport | LeftStream) -> float:
     """What the best other choice takes, as a share of the chosen one."""
     (_, chosen), *others = stream.predicted
     return min(seconds for _, seconds in others) / max(chosen, 1e-12)
 
 
-def _is_near(stream: StreamReport, reports: Sequence[CommunicationReport]) -> bool:
-    """Whether a stream's mark stands on the line of work beside the transfers."""
+def _is_near(stream: OnLines, reports: Sequence[CommunicationReport]) -> bool:
+    """Whether a stream stands on the line of work beside the transfers."""
     lines = [line.partition(" (")[0] for line in stream.lines]
     texts = [
         text

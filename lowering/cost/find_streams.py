@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from jhost._text import counted
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
@@ -28,7 +27,7 @@ from jhost.lowering.ir.bodies import (
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note
+from jhost.lowering.ir.remarks import Search
 from jhost.lowering.ir.requests import stream_choices, without_stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
@@ -56,7 +55,7 @@ class FindStreams:
         plain = self.laid_out(program)
         found = _numbered(StreamBounds(self.rates).streams(plain))
         if not any(found):
-            return program
+            return _remarked(program, Search())
         marks = [[m for each in streams for m in each.every_mark] for streams in found]
         marked = _with_more_marks(program, _of_global_values(marks, plain, program))
         plain = _with_more_marks(plain, marks)
@@ -86,19 +85,11 @@ class FindStreams:
             weighing.choose(each)
         marks = weighing.marks(program)
         chosen = rebuilt(with_marks(program, marks), _without_idle)
-        return _noted(chosen, len(streams), weighing.gained)
+        return _remarked(chosen, Search(left=tuple(weighing.left)))
 
 
-def _noted(program: Program, looked_at: int, gained: int) -> Program:
-    """`program` with a remark on the streams that were looked at and left."""
-    if gained == looked_at:
-        return program
-    left = looked_at - gained
-    form = (
-        f"{counted(left, 'stream')} more could hide what moves, and "
-        f"{'is' if left == 1 else 'are'} predicted not to gain enough"
-    )
-    return dataclasses.replace(program, remarks=(*program.remarks, Note(form=form)))
+def _remarked(program: Program, search: Search) -> Program:
+    return dataclasses.replace(program, remarks=(*program.remarks, search))
 
 
 def _is_marked(program: Program) -> bool:
