@@ -14,7 +14,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import Explanation
-from jhost.lowering.ir.remarks import LeftStream, Prediction, Search, StreamReport
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    LeftStream,
+    Prediction,
+    Search,
+    StreamReport,
+)
 from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.devices import assumed
 
@@ -228,6 +234,23 @@ def test_transfers_alike_are_one_row() -> None:
     first, second = rows_of(explanation(*moved), "transfers")
     assert first.startswith("2 ms of 2 ms exposed: 3 x AllGather of x over tp, 20.0 MB")
     assert second.startswith("0 of 1 ms exposed: AllGather of y")
+
+
+def test_an_alternative_is_said_of_its_own_place() -> None:
+    """Of several places in one row."""
+    usual: dict[str, Any] = {"value": "x", "before": "P('tp')", "text": "", "where": ""}
+    rows = [
+        LayoutReport(**usual, after="P(None) for dot_general", bytes=n, reason=reason)
+        for n, reason in ((1000, "if this"), (3000, "if that"))
+    ]
+
+    def row(*layouts: LayoutReport) -> str:
+        (text,) = rows_of(explanation(transfer(), layouts=layouts), "layouts")
+        return text.partition(" a device")[2]
+
+    assert row(rows[0]) == "; if this"
+    assert row(rows[0], rows[0]) == "; in each of them: if this"
+    assert row(*rows) == "; in one of them, of 3.0 kB: if that"
 
 
 def test_small_transfers_are_one_row() -> None:
