@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jhost._text import seconds_text
@@ -55,11 +55,12 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
         return ""
     if exposed[0].kind == "AllToAll":
         return _one_layout(explained, exposed[0])
-    near = [each for each in explained.streams if _is_near(each, exposed)]
+    texts = [*_texts(explained, exposed)]
+    near = [each for each in explained.streams if _is_near(each, texts)]
     if not near and not explained.searches:
         return _unmarked(exposed[0]) or _reason(explained, exposed[0])
     if not near:
-        return _left(explained, exposed) or _reason(explained, exposed[0])
+        return _left(explained, texts, exposed[0]) or _reason(explained, exposed[0])
     weighed = [each for each in near if not each.hides and len(each.predicted) > 1]
     if not weighed:
         return _reason(explained, exposed[0])
@@ -77,24 +78,27 @@ def _unmarked(report: CommunicationReport) -> str:
     )
 
 
-def _left(explained: Explanation, exposed: Sequence[CommunicationReport]) -> str:
+def _left(
+    explained: Explanation, texts: Sequence[str], report: CommunicationReport
+) -> str:
     """That jhost looked at a stream beside the transfer, and why it left it."""
     left = [each for search in explained.searches for each in search.left]
     weighed = [each for each in left if len(each.predicted) > 1]
-    near = [each for each in weighed if _is_near(each, exposed)]
+    near = [each for each in weighed if _is_near(each, texts)]
     if not near:
         return ""
     stream = min(near, key=_lost)
-    text, times = _best_loop(stream)
-    looked = f"jhost found a stream at {stream.where} and left it"
+    _, times = _best_loop(stream)
+    lines = ", ".join(_without_functions(stream))
+    looked = f"jhost found a stream at {lines} and left it"
     if _lost(stream) < _CLOSE:
         return (
-            f"{looked}, too close to choose by prediction ({text}: {times}): mark it "
+            f"{looked}, too close to choose by prediction ({times}): mark it "
             f"with jhost.stream, and jhost.tune measures both"
         )
     return (
-        f"fewer devices along {' and '.join(exposed[0].axes)}, or more rows a device: "
-        f"{looked}, because its chunks are too small to gain ({text}: {times})"
+        f"fewer devices along {' and '.join(report.axes)}, or more rows a device: "
+        f"{looked}, because its chunks are too small to gain ({times})"
     )
 
 
@@ -102,7 +106,8 @@ def _best_loop(stream: StreamReport | LeftStream) -> tuple[str, str]:
     """The best loop that was weighed, and the times with it and without."""
     (_, chosen), *others = stream.predicted
     text, seconds = min(others, key=lambda each: each[1])
-    return text, f"{seconds_text(seconds)} and {seconds_text(chosen)} without"
+    times = f"{seconds_text(seconds)} with a loop and {seconds_text(chosen)} without"
+    return text, times
 
 
 def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
@@ -110,8 +115,8 @@ def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str
     text, times = _best_loop(stream)
     if _lost(stream) < _CLOSE:
         return (
-            f"measure with jhost.tune: at {stream.where} {text} is predicted to take "
-            f"{times}, too close to choose by prediction"
+            f"measure with jhost.tune: at {stream.where} {text} is too close to choose "
+            f"by prediction ({times})"
         )
     return (
         f"fewer devices along {' and '.join(report.axes)}, or more rows a device: at "
@@ -125,15 +130,26 @@ def _lost(stream: StreamReport | LeftStream) -> float:
     return min(seconds for _, seconds in others) / max(chosen, 1e-12)
 
 
-def _is_near(stream: OnLines, reports: Sequence[CommunicationReport]) -> bool:
+def _is_near(stream: OnLines, texts: Sequence[str]) -> bool:
     """Whether a stream stands on the line of work beside the transfers."""
-    lines = [line.partition(" (")[0] for line in stream.lines]
-    texts = [
-        text
-        for report in reports
-        for text in (report.value, report.behind, report.before, *report.between)
-    ]
+    lines = _without_functions(stream)
     return any(re.search(rf"{re.escape(line)}\b", t) for line in lines for t in texts)
+
+
+def _without_functions(stream: OnLines) -> list[str]:
+    """`model.py:12` of `model.py:12 (mlp)`."""
+    return [line.partition(" (")[0] for line in stream.lines]
+
+
+def _texts(
+    explained: Explanation, reports: Sequence[CommunicationReport]
+) -> Iterator[str]:
+    """What names the transfers, the work beside them, and the lines of both."""
+    for report in reports:
+        yield from (report.value, report.behind, report.before, *report.between)
+        row = _layout_of(explained, report)
+        if row is not None:
+            yield row.where
 
 
 def _one_layout(explained: Explanation, largest: CommunicationReport) -> str:

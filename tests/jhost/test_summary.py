@@ -153,12 +153,12 @@ def left(best: float) -> dict[str, Any]:
 
 def test_nothing_is_to_be_marked_where_jhost_looked_and_left() -> None:
     assert advised(explanation(transfer(), **left(3.1e-3))).startswith(
-        "jhost found a stream at model.py:7 (model) and left it, too close to choose "
-        "by prediction (p2p in chunks: 3.1 ms and 3 ms without): mark it"
+        "jhost found a stream at model.py:7 and left it, too close to choose by "
+        "prediction (3.1 ms with a loop and 3 ms without): mark it"
     )
     assert advised(explanation(transfer(), **left(9e-3))).startswith(
         "fewer devices along tp, or more rows a device: jhost found a stream at "
-        "model.py:7 (model) and left it, because its chunks are too small to gain"
+        "model.py:7 and left it, because its chunks are too small to gain"
     )
     searched = explanation(transfer(), searches=(Search(),))
     assert "to change first" not in str(searched)
