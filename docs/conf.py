@@ -17,6 +17,8 @@ root_doc = "docs/index"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"jhost {version}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_show_copyright = False  # the license stands beside the code
 
 myst_heading_anchors = 3  # links to headings, as GitHub makes them

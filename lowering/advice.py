@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jhost._text import seconds_text
-from jhost.lowering.ir.remarks import LayoutReport, Prediction, StreamReport
+from jhost.lowering.cost.candidates import NOT_PIPELINED
+from jhost.lowering.ir.marks import OnLines
+from jhost.lowering.ir.remarks import LayoutReport, LeftStream, Prediction, StreamReport
 from jhost.lowering.places import END, START
 from jhost.lowering.steps import CommunicationReport
 
@@ -29,8 +31,14 @@ def too_little(predicted: Prediction) -> bool:
 def _loses(explained: Explanation, predicted: Prediction) -> bool:
     """Whether a loop that was asked for is predicted to take longer than none."""
     plain = explained.unpipelined
-    asked = any(each.hides and not each.predicted for each in explained.streams)
+    asked = any(map(_is_asked_for, explained.streams))
     return asked and plain is not None and plain.total < predicted.total
+
+
+def _is_asked_for(stream: StreamReport) -> bool:
+    """Whether it has a loop that prediction and measurement could not leave out."""
+    weighed = any(text == NOT_PIPELINED for text, _ in stream.predicted)
+    return stream.hides and not weighed and not stream.measured
 
 
 def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> str:
@@ -47,9 +55,12 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
         return ""
     if exposed[0].kind == "AllToAll":
         return _one_layout(explained, exposed[0])
-    near = [each for each in explained.streams if _is_near(each, exposed)]
-    if not near:
+    texts = [*_texts(explained, exposed)]
+    near = [each for each in explained.streams if _is_near(each, texts)]
+    if not near and not explained.searches:
         return _unmarked(exposed[0]) or _reason(explained, exposed[0])
+    if not near:
+        return _left(explained, texts, exposed[0]) or _reason(explained, exposed[0])
     weighed = [each for each in near if not each.hides and len(each.predicted) > 1]
     if not weighed:
         return _reason(explained, exposed[0])
@@ -67,15 +78,45 @@ def _unmarked(report: CommunicationReport) -> str:
     )
 
 
-def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
-    """Says that measuring may choose otherwise, or what would change the prediction."""
+def _left(
+    explained: Explanation, texts: Sequence[str], report: CommunicationReport
+) -> str:
+    """That jhost looked at a stream beside the transfer, and why it left it."""
+    left = [each for search in explained.searches for each in search.left]
+    weighed = [each for each in left if len(each.predicted) > 1]
+    near = [each for each in weighed if _is_near(each, texts)]
+    if not near:
+        return ""
+    stream = min(near, key=_lost)
+    _, times = _best_loop(stream)
+    lines = ", ".join(_without_functions(stream))
+    looked = f"jhost found a stream at {lines} and left it"
+    if _lost(stream) < _CLOSE:
+        return (
+            f"{looked}, too close to choose by prediction ({times}): mark it "
+            f"with jhost.stream, and jhost.tune measures both"
+        )
+    return (
+        f"fewer devices along {' and '.join(report.axes)}, or more rows a device: "
+        f"{looked}, because its chunks are too small to gain ({times})"
+    )
+
+
+def _best_loop(stream: StreamReport | LeftStream) -> tuple[str, str]:
+    """The best loop that was weighed, and the times with it and without."""
     (_, chosen), *others = stream.predicted
     text, seconds = min(others, key=lambda each: each[1])
-    times = f"{seconds_text(seconds)} and {seconds_text(chosen)} without"
-    if seconds < _CLOSE * chosen:
+    times = f"{seconds_text(seconds)} with a loop and {seconds_text(chosen)} without"
+    return text, times
+
+
+def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
+    """That measuring may choose otherwise, or what would change the prediction."""
+    text, times = _best_loop(stream)
+    if _lost(stream) < _CLOSE:
         return (
-            f"measure with jhost.tune: at {stream.where} {text} is predicted to take "
-            f"{times}, too close to choose by prediction"
+            f"measure with jhost.tune: at {stream.where} {text} is too close to choose "
+            f"by prediction ({times})"
         )
     return (
         f"use fewer devices along {' and '.join(report.axes)}, or more rows on each "
@@ -83,21 +124,32 @@ def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str
     )
 
 
-def _lost(stream: StreamReport) -> float:
-    """The seconds of the best other choice, divided by those of the chosen one."""
+def _lost(stream: StreamReport | LeftStream) -> float:
+    """What the best other choice takes, as a share of the chosen one."""
     (_, chosen), *others = stream.predicted
     return min(seconds for _, seconds in others) / max(chosen, 1e-12)
 
 
-def _is_near(stream: StreamReport, reports: Sequence[CommunicationReport]) -> bool:
-    """Whether a stream's mark stands on the line of work beside the transfers."""
-    lines = [line.partition(" (")[0] for line in stream.lines]
-    texts = [
-        text
-        for report in reports
-        for text in (report.value, report.behind, report.before, *report.between)
-    ]
+def _is_near(stream: OnLines, texts: Sequence[str]) -> bool:
+    """Whether a stream stands on the line of work beside the transfers."""
+    lines = _without_functions(stream)
     return any(re.search(rf"{re.escape(line)}\b", t) for line in lines for t in texts)
+
+
+def _without_functions(stream: OnLines) -> list[str]:
+    """`model.py:12` of `model.py:12 (mlp)`."""
+    return [line.partition(" (")[0] for line in stream.lines]
+
+
+def _texts(
+    explained: Explanation, reports: Sequence[CommunicationReport]
+) -> Iterator[str]:
+    """What names the transfers, the work beside them, and the lines of both."""
+    for report in reports:
+        yield from (report.value, report.behind, report.before, *report.between)
+        row = _layout_of(explained, report)
+        if row is not None:
+            yield row.where
 
 
 def _one_layout(explained: Explanation, largest: CommunicationReport) -> str:

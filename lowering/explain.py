@@ -33,6 +33,8 @@ from jhost.lowering.ir.remarks import (
     Note,
     PermuteReport,
     Prediction,
+    Remark,
+    Search,
     StreamReport,
 )
 from jhost.lowering.steps import (
@@ -75,6 +77,8 @@ class Explanation:
             transfer where it is needed.
         devices: number and kind of the devices.
         nothing_overlaps: whether the devices cannot overlap anything with computation.
+        searches: for each program without a mark in which jhost looked for streams,
+            those that it left.
         detailed: whether `str` has everything.
     """
 
@@ -95,6 +99,7 @@ class Explanation:
     unpipelined: Prediction | None = None
     devices: str = ""
     nothing_overlaps: bool = False
+    searches: tuple[Search, ...] = ()
     detailed: bool = False
 
     def __str__(self) -> str:
@@ -206,6 +211,7 @@ def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
         ),
         devices=explanations[0].devices if explanations else "",
         nothing_overlaps=any(each.nothing_overlaps for each in explanations),
+        searches=rows("searches"),
     )
 
 
@@ -252,10 +258,19 @@ def _explained(
         layouts=tuple(r for r in remarks if isinstance(r, LayoutReport)),
         communications=tuple(communications_in(steps)),
         permutes=tuple(r for r in remarks if isinstance(r, PermuteReport)),
-        notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
+        notes=tuple(_notes(remarks)),
+        searches=tuple(r for r in remarks if isinstance(r, Search)),
         bodies=tuple(_bodies(program, times, known)),
         steps=steps,
     )
+
+
+def _notes(remarks: Iterable[Remark]) -> Iterator[str]:
+    for remark in remarks:
+        if isinstance(remark, Note):
+            yield str(remark)
+        elif isinstance(remark, Search) and remark.left:
+            yield remark.text
 
 
 def _bodies(program: Program, times: int, known: DeviceFacts) -> Iterator[Explanation]:

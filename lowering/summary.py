@@ -284,10 +284,21 @@ def _layout_rows(layouts: Sequence[LayoutReport]) -> Iterator[str]:
         first = rows[0]
         places = f" in {len(rows)} places" if len(rows) > 1 else ""
         change = f"{first.value}: {first.before} -> {first.after}{places}"
-        reason = f"; {first.reason}" if first.reason else ""
-        yield f"{change}: {bytes_text(moved)} a device{reason}"
+        yield f"{change}: {bytes_text(moved)} a device{_reason_text(rows)}"
     if small := len(totals) - len(large):
         yield f"{counted(small, 'value')} of less than 1 kB"
+
+
+def _reason_text(rows: Sequence[LayoutReport]) -> str:
+    """The reason, which is of one place, and may be another one in the next."""
+    largest = max(rows, key=lambda row: row.bytes)
+    if not largest.reason:
+        return ""
+    if len(rows) == 1:
+        return f"; {largest.reason}"
+    if len({row.reason for row in rows}) == 1:
+        return f"; in each of them: {largest.reason}"
+    return f"; in one of them, of {bytes_text(largest.bytes)}: {largest.reason}"
 
 
 def _note_rows(explained: Explanation) -> Iterator[str]:

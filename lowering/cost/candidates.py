@@ -350,7 +350,7 @@ def _text(mark: StreamChoice) -> str:
     if spec.pipeline is None:
         return NOT_PIPELINED if mark.unpipelined else "as the stream that reaches it"
     count = "a chunk a device" if spec.chunks is None else f"{spec.chunks} chunks"
-    streams = f" on {spec.streams} streams" if spec.streams else ""
+    queues = f" on {spec.streams} queues" if spec.streams else ""
     order = "" if spec.zigzag else " in order of position"
     sums = f" and sums {_SUMS[spec.sums]}" if spec.sums in _SUMS else ""
-    return f"{spec.pipeline} with {count}{streams}{order}{sums}"
+    return f"{spec.pipeline} with {count}{queues}{order}{sums}"

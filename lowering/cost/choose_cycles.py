@@ -120,7 +120,7 @@ def _said_kept(loop: Scan | While, kept: Sequence[Communicate]) -> Note | None:
         where, why = f"scan of {loop.length}", "each iteration waits for the one before"
     else:
         where, why = "while loop", "nothing says whether another iteration follows"
-    form = f"in the {where}: {names} stay in their iteration: {why}"
+    form = f"in the {where}: transfers of {names} stay in their iteration: {why}"
     return Note(form=form, where=loop.where)
 
 

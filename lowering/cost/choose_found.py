@@ -20,6 +20,7 @@ from jhost.lowering.cost.sections import Sections
 from jhost.lowering.ir.bodies import all_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LeftStream
 from jhost.lowering.streams.found import FoundStream
 
 _CLOSE = 0.99
@@ -55,14 +56,14 @@ class FoundStreamsChoice:
         self.rates = rates
         self.predictions: Predictions = []
         self.chosen: dict[Number, StreamChoice] = {}
-        self.gained = 0
+        self.left: list[LeftStream] = []
 
     def choose(self, stream: FoundStream) -> None:
         """Choose for the marks of one stream."""
         before = dict(self.chosen)
         plain = self.outcome(self.plain, stream, None)
         if plain is None:
-            self.chosen = before
+            self.leave(stream, before)
             return
         outcomes = [plain]
         kept = before
@@ -70,15 +71,30 @@ class FoundStreamsChoice:
             if not self.leaves_more(outcomes):
                 break
             outcome = self.outcome(self.looped, stream, candidate)
-            if outcome is None or outcome.seconds > _HOPELESS * plain.seconds:
-                break  # the other candidates differ too little to make up for that
+            if outcome is None:
+                break  # and so will the others be: they differ in little
             if all(outcome.seconds < each.seconds for each in outcomes[1:]):
                 kept = dict(self.chosen)
             outcomes.append(outcome)
+            if outcome.seconds > _HOPELESS * plain.seconds:
+                break
         best = min((each.seconds for each in outcomes[1:]), default=math.inf)
-        gains = best < gain_of(self.rates) * plain.seconds
-        self.chosen = self.said(stream, kept, outcomes) if gains else before
-        self.gained += gains
+        if best < gain_of(self.rates) * plain.seconds:
+            self.chosen = self.said(stream, kept, outcomes)
+        else:
+            self.leave(stream, before, outcomes)
+
+    def leave(
+        self,
+        stream: FoundStream,
+        before: dict[Number, StreamChoice],
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        """Choose no loop for a stream, and say what was weighed."""
+        self.chosen = before
+        lines = dict.fromkeys(line for mark in stream.every_mark for line in mark.lines)
+        predicted = tuple((each.text, each.seconds) for each in outcomes)
+        self.left.append(LeftStream(lines=tuple(lines), predicted=predicted))
 
     def candidates(self, stream: FoundStream) -> Iterator[StreamChoice]:
         """What the marks may ask for; what wins most often comes first."""

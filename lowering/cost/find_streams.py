@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from jhost._text import counted
-from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
@@ -25,8 +23,8 @@ from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.remarks import Search
+from jhost.lowering.ir.requests import stream_choices, without_stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
 
@@ -56,7 +54,7 @@ class FindStreams:
         bounds = StreamBounds(self.rates, self.transfers.can_hide)
         found = _numbered(bounds.streams(plain))
         if not any(found):
-            return program
+            return _remarked(program, Search())
         marks = [[m for each in streams for m in each.every_mark] for streams in found]
         of_program = _of_global_values(marks, plain, program)
         marked = self.laid_out(_with_more_marks(program, of_program))
@@ -89,18 +87,13 @@ class FindStreams:
         weighing = FoundStreamsChoice(*sections, following, rates)
         for each in streams:
             weighing.choose(each)
-        return weighing
+        marks = weighing.marks(program)
+        chosen = rebuilt(with_marks(program, marks), _without_idle)
+        return _remarked(chosen, Search(left=tuple(weighing.left)))
 
 
-def _noted(program: Program, left: int) -> Program:
-    """`program` with a remark on the streams that were looked at and left."""
-    if not left:
-        return program
-    form = (
-        f"{counted(left, 'more stream')} could hide transfers, but "
-        f"{'is' if left == 1 else 'are'} predicted not to gain enough"
-    )
-    return dataclasses.replace(program, remarks=(*program.remarks, Note(form=form)))
+def _remarked(program: Program, search: Search) -> Program:
+    return dataclasses.replace(program, remarks=(*program.remarks, search))
 
 
 def _is_marked(program: Program) -> bool:

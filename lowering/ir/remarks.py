@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from jhost._text import bytes_text, flops_text, seconds_text
+from jhost._text import bytes_text, counted, flops_text, seconds_text
 from jhost.lowering.ir.marks import OnLines, Wish
 from jhost.lowering.ir.statements import PipelineKind, node
 
@@ -91,6 +91,32 @@ class StreamReport(OnLines):
 
     def __str__(self) -> str:
         return f"{self.text} [{self.where}]"
+
+
+@node
+class LeftStream(OnLines):
+    """A stream that jhost found and left: no loop is predicted to gain enough.
+
+    `predicted` has the seconds without a loop, and then those of each loop that was
+    weighed; it has no loop if there was too little to gain from any.
+    """
+
+    predicted: tuple[tuple[str, float], ...] = ()
+
+
+@node
+class Search:
+    """That jhost looked for streams, because nothing is marked, and what it `left`."""
+
+    left: tuple[LeftStream, ...] = ()
+
+    @property
+    def text(self) -> str:
+        is_or_are = "is" if len(self.left) == 1 else "are"
+        return (
+            f"{counted(len(self.left), 'stream')} more could hide what moves, and "
+            f"{is_or_are} predicted not to gain enough"
+        )
 
 
 @node
@@ -212,6 +238,7 @@ Remark: TypeAlias = (
     | LeftToXla
     | ReplicationReport
     | StreamReport
+    | Search
     | PermuteReport
     | UnmetWish
 )

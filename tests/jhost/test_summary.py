@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import Explanation
-from jhost.lowering.ir.remarks import Prediction, StreamReport
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    LeftStream,
+    Prediction,
+    Search,
+    StreamReport,
+)
 from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.devices import assumed
 
@@ -137,10 +144,33 @@ def test_chunks_that_would_lose_want_another_mesh() -> None:
     )
 
 
+def left(best: float) -> dict[str, Any]:
+    """That a stream beside the transfer was found and left: a loop takes `best`."""
+    predicted = ("not pipelined", 3e-3), ("p2p in chunks", best)
+    stream = LeftStream(lines=("model.py:7 (model)",), predicted=predicted)
+    return {"searches": (Search(left=(stream,)),)}
+
+
+def test_nothing_is_to_be_marked_where_jhost_looked_and_left() -> None:
+    assert advised(explanation(transfer(), **left(3.1e-3))).startswith(
+        "jhost found a stream at model.py:7 and left it, too close to choose by "
+        "prediction (3.1 ms with a loop and 3 ms without): mark it"
+    )
+    assert advised(explanation(transfer(), **left(9e-3))).startswith(
+        "fewer devices along tp, or more rows a device: jhost found a stream at "
+        "model.py:7 and left it, because its chunks are too small to gain"
+    )
+    searched = explanation(transfer(), searches=(Search(),))
+    assert "to change first" not in str(searched)
+
+
 def test_loops_that_lose_are_not_to_be_asked_for() -> None:
     asked = stream(pipeline="p2p", chunks=4, reason="4 chunks, as asked")
-    found = explanation(transfer(), streams=(asked,), total=9e-3)
-    assert advised(found).startswith("leave chunks= and pipeline= open")
+    weighed = (("p2p with 4 chunks", 9e-3), ("collective with 4 chunks", 9.1e-3))
+    for predicted in ((), weighed):
+        one = dataclasses.replace(asked, predicted=predicted)
+        found = explanation(transfer(), streams=(one,), total=9e-3)
+        assert advised(found).startswith("leave chunks= and pipeline= open")
 
 
 def test_where_little_is_exposed_nothing_is_to_be_changed() -> None:
@@ -204,6 +234,23 @@ def test_transfers_alike_are_one_row() -> None:
     first, second = rows_of(explanation(*moved), "transfers")
     assert first.startswith("2 ms of 2 ms exposed: 3 x AllGather of x over tp, 20.0 MB")
     assert second.startswith("0 of 1 ms exposed: AllGather of y")
+
+
+def test_an_alternative_is_said_of_its_own_place() -> None:
+    """Of several places in one row."""
+    usual: dict[str, Any] = {"value": "x", "before": "P('tp')", "text": "", "where": ""}
+    rows = [
+        LayoutReport(**usual, after="P(None) for dot_general", bytes=n, reason=reason)
+        for n, reason in ((1000, "if this"), (3000, "if that"))
+    ]
+
+    def row(*layouts: LayoutReport) -> str:
+        (text,) = rows_of(explanation(transfer(), layouts=layouts), "layouts")
+        return text.partition(" a device")[2]
+
+    assert row(rows[0]) == "; if this"
+    assert row(rows[0], rows[0]) == "; in each of them: if this"
+    assert row(*rows) == "; in one of them, of 3.0 kB: if that"
 
 
 def test_small_transfers_are_one_row() -> None:

@@ -165,7 +165,7 @@ def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() 
         return jhost.shard(jhost.stream(x @ w, axis=0), P(None, "tp"))
 
     large = lowered(gathered, (8192, 8192), (8192, 10240))
-    assert report(large).predicted[0][0] == "p2p with a chunk a device on 2 streams"
+    assert report(large).predicted[0][0] == "p2p with a chunk a device on 2 queues"
     text = str(large)
     small = lowered(gathered, (4096, 4096), (4096, 14336))
     assert report(small).predicted[0][0] == "p2p with a chunk a device"
