@@ -262,6 +262,7 @@ def _choice_text(stream: StreamReport) -> str:
     if others:
         other, more = min(others, key=lambda each: each[1])
         text += f"; {other} {seconds_text(more)}"
+        text += ", which gains too little" if more < seconds else ""
     idle = "" if stream.moves else "; nothing moves in this loop: it hides nothing"
     return text + idle
 

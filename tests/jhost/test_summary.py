@@ -267,6 +267,13 @@ def test_no_more_rows_than_a_screen_has() -> None:
     assert "\n    and 40 more\n" in text
 
 
+def test_a_choice_that_is_predicted_to_be_slower_says_why() -> None:
+    ranked = (("not pipelined", 3e-3), ("p2p in chunks", 2.95e-3))
+    found = explanation(transfer(), streams=(stream(predicted=ranked),))
+    (row,) = rows_of(found, "streams")
+    assert "; p2p in chunks 2.95 ms, which gains too little [" in row
+
+
 def test_marks_of_which_the_same_became_are_one_row() -> None:
     ranked = (("not pipelined", 3e-3), ("p2p in chunks", 9e-3))
     streams = [stream(predicted=ranked, lines=(f"m.py:{n} (f)",)) for n in (3, 5)]
