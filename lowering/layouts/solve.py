@@ -63,15 +63,20 @@ def solve_layouts(
     whole: Flattened,
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
+    near: Solution | None = None,
 ) -> Solution:
     """The layouts that meet `marks` and move few bytes elsewhere, in bodies too.
 
-    Bytes that loops over `streamed` dims hide only break ties.  Marks and dims are by
-    the names of values in `flattened`.
+    What the loops over `streamed` dims hide counts after all that they do not.  Marks
+    and dims are those of values by their names in `flattened`.  Where it is to be
+    `near` a solution for other such dims, single decisions of that one are changed.
     """
     solver = Solver(whole, marks, streamed)
-    # Restarts come last: they have to beat what single decisions reach.
-    best = restarted(solver, improved(solver, solver.fixed_point()))
+    if near is not None:
+        best = improved(solver, solver.starting_at(near.assignments))
+    else:
+        # Restarts come last: they have to beat what single decisions reach.
+        best = restarted(solver, improved(solver, solver.fixed_point()))
     alternatives = [
         _alternatives(solver, op, assignment, best.layouts)
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)

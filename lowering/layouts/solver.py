@@ -147,9 +147,18 @@ class Solver:
             decided = self.fixed_point().in_order()
         finally:
             self.operations = operations
-        made = Decisions(operations, self.effects, self.costs, self.given())
-        for place, each in enumerate(decided):
-            made.decide(place, each)
+        return self.decided(decided)
+
+    def starting_at(self, assignments: Sequence[Assignment]) -> Decisions:
+        """Assignments that were best by other costs, with the preferences for them."""
+        self.preferences.backward(self.operations, assignments)
+        return self.decided(assignments)
+
+    def decided(self, assignments: Sequence[Assignment]) -> Decisions:
+        """Each operation with its own of these assignments."""
+        made = Decisions(self.operations, self.effects, self.costs, self.given())
+        for number, each in enumerate(assignments):
+            made.decide(number, each)
         return made
 
     # --- Decisions ------------------------------------------------------------ #

@@ -21,6 +21,7 @@ from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.ir.statements import Communicate, Scan
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.testing import mesh_of
 from tests import finding
@@ -171,3 +172,56 @@ def test_found_loops_give_what_the_plain_function_gives(rows: P) -> None:
 def test_marks_of_found_streams_stand_in_no_finished_program() -> None:
     finished = lowered(mlp(unmarked), types())
     assert not any(isinstance(mark, StreamChoice) for mark in all_marks(finished))
+
+
+# --- As good as marks, and never slower than without ----------------------------- #
+
+
+def gradients(mark: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A block with one product in the middle, forward and backward."""
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        def loss(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            y = x + mlp(mark)(x, up, down)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(x, up, down)
+
+    return f
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, 2 * HIDDEN])
+@pytest.mark.parametrize("rows", [1024, 2 * ROWS])
+def test_gradients_are_as_good_as_marked_and_no_slower_than_plain(
+    rows: int, hidden: int
+) -> None:
+    shapes = types(rows, hidden, 3 * hidden)
+    programs = (
+        lowered(gradients(unmarked), shapes),
+        lowered(gradients(marked), shapes),
+        lowered(gradients(unmarked), shapes, finds=False),
+    )
+    found, asked, plain = (predict(program, h200()).total for program in programs)
+    assert found <= 1.02 * asked
+    assert found <= plain
+
+
+def weights_ahead(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Each layer's weight is sharded, and long there before it is read."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jhost.shard(jnp.tanh(x @ w), P("tp", None)), None
+
+    x = jhost.shard(x, P("tp", None))
+    return lax.scan(layer, x, jhost.shard(weights, P(None, "tp", None)))[0]
+
+
+def test_weights_that_can_be_gathered_ahead_are_in_no_stream() -> None:
+    shapes = ((4 * ROWS, HIDDEN), (4, HIDDEN, HIDDEN))
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = built(weights_ahead, *args, tp=2)
+    passes = every(h200())
+    laid_out = passes.finding.laid_out(program)
+    (body,) = (stmt.body for stmt in laid_out.body if isinstance(stmt, Scan))
+    assert any(isinstance(stmt, Communicate) for stmt in body.body)
+    assert passes.finding.apply(program) is program
