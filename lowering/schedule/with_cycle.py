@@ -243,7 +243,8 @@ class _Writer:
         stacks = dict(state.stacks)
         for each in late:
             slices = self.slices(_reads(each.stmts), count, -1)
-            made = self.add(each.stmts, self.consts | slices | state.terms)
+            known = {**self.consts, **slices, **state.terms}
+            made = self.add(each.stmts, known)
             for result, y in zip(self.results, self.scan.ys, strict=True):
                 if result.name in made:
                     stack, value = stacks[y.name], made[result.name]
