@@ -56,14 +56,15 @@ def plan_reshard(
 ) -> tuple[ReshardStep, ...]:
     """The steps that turn a value from `source` into `target`, reducing `partial`.
 
-    They receive the fewest bytes of all ways.  Among equals, they are the fewest
-    communications.
+    They receive the fewest bytes of all ways, then are the fewest communications, and
+    then make the least on the way.  So where rows and columns trade places and one of
+    them comes together, the gather is last, and a loop can take it in.
     """
     return _cheapest(source, target, partial, tuple(mesh.items()))
 
 
-_Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[ReshardStep, ...]]
-"""Bytes, communications, the order of arrival; the state reached, and its steps."""
+_Entry: TypeAlias = tuple[int, int, int, int, Layout, Partial, tuple[ReshardStep, ...]]
+"""Bytes, communications, what is made, order of arrival; where that leads, and how."""
 
 
 # Asked for every candidate of every operation, and mostly for the same layouts.
@@ -83,10 +84,10 @@ def _cheapest(
     mesh, ticket = dict(sizes), itertools.count()
     # A shape that every layout divides: only the ratios of bytes matter.
     shape = (math.prod(mesh.values()) ** 2,)
-    queue: list[_Entry] = [(0, 0, next(ticket), source, partial, ())]
+    queue: list[_Entry] = [(0, 0, 0, next(ticket), source, partial, ())]
     seen: set[tuple[Layout, frozenset[tuple[str, Reducer]]]] = set()
     while queue:
-        cost, count, _, here, left, steps = heapq.heappop(queue)
+        cost, count, made, _, here, left, steps = heapq.heappop(queue)
         # Dijkstra's search takes the cheapest first, so the first to arrive is best.
         if here == target and not left:
             return steps
@@ -95,8 +96,9 @@ def _cheapest(
         seen.add((here, frozenset(left)))
         for step in _steps(here, target, left, mesh):
             more = step_bytes(step, (tuple(itertools.chain(*here)),), shape, 1, mesh)
-            rank = cost + more, count + (step.kind != "Select"), next(ticket)
-            entry = (*rank, step.layout, step.partial, (*steps, step))
+            size = local_shape(shape, (tuple(itertools.chain(*step.layout)),), mesh)[0]
+            rank = cost + more, count + (step.kind != "Select"), made + size
+            entry = (*rank, next(ticket), step.layout, step.partial, (*steps, step))
             heapq.heappush(queue, entry)
     raise AssertionError(f"no steps lead from {source} to {target}")
 

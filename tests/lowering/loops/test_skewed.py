@@ -163,6 +163,29 @@ def test_a_loop_of_one_axis_starts_with_the_own_chunk() -> None:
     assert (both.extent, one.extent) == (2, 1)
 
 
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+    """Triangle attention around the starting node: row i of pairs, biased by [j, k]."""
+    bias = jnp.moveaxis(bias, -1, 0)[None]
+    return jhost.dot_product_attention(q, p2p(k, 1), v, bias=bias)
+
+
+def sum_of_attended(*args: jax.Array) -> jax.Array:
+    return jnp.sum(attend(*args) ** 2)
+
+
+@pytest.mark.parametrize("fun", [attend, jax.grad(sum_of_attended, (0, 1, 2, 3))])
+def test_keys_over_columns_and_their_bias_over_rows_share_a_loop(fun: Any) -> None:
+    """The bias trades rows for columns first: its j lies as queries do."""
+    heads = [array(8, 8, 2, 4, seed=seed) / 4 for seed in range(3)]
+    args = *heads, array(8, 8, 2, seed=3)
+    program = exact(fun, *args, rtol=1e-4, **over((2, 2), 4))
+    inside = [s for s in walk(loops(program)[0].body) if isinstance(s, Communicate)]
+    kinds = {(stmt.kind, stmt.axes) for stmt in inside}
+    assert kinds == BOTH
+    outside = {s.kind for s in statements(program) if isinstance(s, Communicate)}
+    assert outside == {"CollectivePermute", "SwapAxes"}
+
+
 # --- Whose chunk -------------------------------------------------------------------- #
 
 
