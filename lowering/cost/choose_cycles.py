@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
@@ -24,7 +25,7 @@ from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Search
-from jhost.lowering.ir.requests import stream_choices, without_stream_choices
+from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
 
@@ -62,7 +63,7 @@ class FindStreams:
         streams = [each for streams in found for each in streams]
         weighing = self.weighed(marked, plain, streams, self.rates)
         chosen = _with_more_marks(program, weighing.asked(of_program))
-        return _noted(chosen, len(streams) - weighing.gained)
+        return _remarked(chosen, Search(left=tuple(weighing.left)))
 
     def laid_out(self, program: Program) -> Program:
         """`program` with its layouts and communications."""
@@ -77,7 +78,7 @@ class FindStreams:
         streams: Sequence[FoundStream],
         rates: Rates,
     ) -> FoundStreamsChoice:
-        """What is best for each stream; `plain` is laid out for none of them."""
+        """The best choice for each stream; `plain` is laid out for none of them."""
         sections = (
             Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
             for each in (looped, plain)
@@ -87,9 +88,7 @@ class FindStreams:
         weighing = FoundStreamsChoice(*sections, following, rates)
         for each in streams:
             weighing.choose(each)
-        marks = weighing.marks(program)
-        chosen = rebuilt(with_marks(program, marks), _without_idle)
-        return _remarked(chosen, Search(left=tuple(weighing.left)))
+        return weighing
 
 
 def _remarked(program: Program, search: Search) -> Program:
