@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
+from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
@@ -67,20 +68,22 @@ class ChooseCycles(EachProgram):
                 program, scan = _noted(other, _said_once(once)), changed
                 found = MovableTransfers(scan, can_hide)
         best, note, kept = program, None, found.bound()
-        for cycle in self.cycles(scan, found):
+        for cycle in self.cycles(program, scan, found):
             other = with_cycle(program, cycle)
             if self.is_better(best, other, cycle):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
         return _noted(_noted(best, note), _said_kept(scan, kept))
 
-    def cycles(self, scan: Scan, found: MovableTransfers) -> Iterator[Cycle]:
+    def cycles(
+        self, program: Program, scan: Scan, found: MovableTransfers
+    ) -> Iterator[Cycle]:
         """The cycle of transfers alone, and the one with late work, if they are any."""
         if (cycle := cycle_of(scan, found)) is not None:
             yield cycle
         work = late_work(found) if self.moves_work else []
         cycle = cycle_of(scan, found, work) if work else None
-        if cycle is not None and self.may_move_work(cycle):
+        if cycle is not None and self.may_move_work(program, cycle):
             yield cycle
 
     def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
@@ -94,9 +97,15 @@ class ChooseCycles(EachProgram):
         ordered = (Weighed(every.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
 
-    def may_move_work(self, cycle: Cycle) -> bool:
-        """Whether work may be late, which only a prediction can tell."""
-        return self.is_weighed(cycle)
+    def may_move_work(self, program: Program, cycle: Cycle) -> bool:
+        """Whether late work is weighed, and could hide as much as it has to gain."""
+        rates, mesh = self.transfers.rates, dict(program.mesh.shape)
+        if rates is None or not self.is_weighed(cycle):
+            return False
+        bounds = StreamBounds(rates, self.transfers.can_hide)
+        hidden = sum(bounds.seconds(stmt, mesh) for stmt in cycle.beside_work)
+        # Work that moves doubles the time of lowering where both programs are timed.
+        return cycle.scan.length * hidden > (1 - _GAIN) * bounds.work(program)
 
     def is_weighed(self, moved: Cycle | Once) -> bool:
         if self.transfers.rates is None or self.transfers.pipeline != "auto":
