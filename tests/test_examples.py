@@ -303,7 +303,7 @@ def test_what_moves_over_either_axis_does_so_in_chunks(
     run("triangle.py", ["--pipeline", pipeline])
     out = capsys.readouterr().out
     moved = re.findall(r"(\w+) of .* over (row|column), .* in 4 chunks beside", out)
-    assert dict(map(reversed, moved)) == dict(
+    assert {axis: kind for kind, axis in moved} == dict(
         zip(["row", "column"], kinds, strict=True)
     )
     (off,) = re.findall(r"differ by (\S+)", out)

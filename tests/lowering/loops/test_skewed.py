@@ -61,8 +61,8 @@ def pairs(n: int, seed: int = 0) -> jax.Array:
 
 def over(sizes: tuple[int, ...], operands: int = 2, **more: Any) -> dict[str, Any]:
     """Settings on a mesh of rows and columns, over which all is sharded."""
-    axes = dict(zip(("row", "column"), sizes, strict=True))
-    return on(axes, (PAIRS,) * operands, PAIRS, **more)
+    rows, columns = sizes
+    return on({"row": rows, "column": columns}, (PAIRS,) * operands, PAIRS, **more)
 
 
 def moved_in_loop(program: Program) -> set[tuple[str, tuple[str, ...]]]:
@@ -142,13 +142,9 @@ def test_sizes_that_the_axes_do_not_divide() -> None:
 
 def test_devices_in_another_order() -> None:
     devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2)
-    settings = {
-        "mesh": Mesh(devices, ("row", "column")),
-        "in_shardings": (PAIRS, PAIRS),
-    }
+    settings: dict[str, Any] = over((2, 2)) | {"mesh": Mesh(devices, ("row", "column"))}
     x, y = pairs(8), pairs(8, seed=1)
-    given = jhost.jit(outgoing, out_shardings=PAIRS, **settings)(x, y)
-    np.testing.assert_array_equal(given, outgoing(x, y))
+    np.testing.assert_array_equal(jhost.jit(outgoing, **settings)(x, y), outgoing(x, y))
 
 
 def test_a_loop_of_one_axis_starts_with_the_own_chunk() -> None:
