@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from jax.sharding import AbstractMesh
 
@@ -44,34 +44,37 @@ from jhost.lowering.verify.state import TypesOfUnits
 class Pass(Protocol):
     """A valid program in, a valid program out; options are the pass's fields."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     def apply(self, program: Program) -> Program: ...
+
+
+AnyPass: TypeAlias = Pass | Remembering
+"""A pass, or one that does not make again what it made."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """All passes by purpose, in the order in which they run."""
 
-    before_choice: tuple[Pass, ...]
+    before_choice: tuple[AnyPass, ...]
     choice: ChoosePipelines
     finding: FindStreams
-    layouts: tuple[Pass, ...]
-    loops: tuple[Pass, ...]
-    finish: tuple[Pass, ...]
+    layouts: tuple[AnyPass, ...]
+    loops: tuple[AnyPass, ...]
+    finish: tuple[AnyPass, ...]
 
     @property
-    def up_to_layouts(self) -> tuple[Pass, ...]:
+    def up_to_layouts(self) -> tuple[AnyPass, ...]:
         """The passes after which every value's layout is settled."""
         return (*self.before_choice, self.choice, self.finding, *self.layouts)
 
     @property
-    def behind_layouts(self) -> tuple[Pass, ...]:
+    def behind_layouts(self) -> tuple[AnyPass, ...]:
         return (*self.loops, *self.finish)
 
     @property
-    def all(self) -> tuple[Pass, ...]:
+    def all(self) -> tuple[AnyPass, ...]:
         return (*self.up_to_layouts, *self.behind_layouts)
 
 
@@ -94,15 +97,15 @@ def passes(
     others that were lowered before, and a mark that fits one need not fit the other, so
     derived programs are not strict.
     """
-    # These decide what each device holds, and what must move.
-    layouts: tuple[Pass, ...] = (
+    # What each device holds, and what must move.
+    layouts: tuple[AnyPass, ...] = (
         PropagateLayouts(),
         CarryPartialSums(),
         DelayReductions(),
     )
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
-    # These make communications, and loops over chunks around them.
-    loops: tuple[Pass, ...] = (
+    # Communications, and loops over chunks around them.
+    loops: tuple[AnyPass, ...] = (
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
         CombineSmall(),
@@ -128,8 +131,10 @@ def passes(
     # What is found is moved by permutes.
     if finds and rates is not None and rates.permute.beside_compute:
         # What finding makes of bodies is not made again for the program that is chosen.
-        layouts, loops = (tuple(map(Remembering, each)) for each in (layouts, loops))
-        finding = FindStreams(layouts, loops, rates, transfers)
+        remembering = [Remembering(s, s.name) for s in (*layouts, *loops)]
+        first, behind = remembering[: len(layouts)], remembering[len(layouts) :]
+        finding = FindStreams(first, behind, rates, transfers)
+        layouts, loops = tuple(first), tuple(behind)
     else:
         finding = FindStreams()
     return Passes(
@@ -145,7 +150,7 @@ def passes(
 
 def run_passes(
     program: Program,
-    sequence: Sequence[Pass],
+    sequence: Sequence[AnyPass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
     """Apply each pass and verify its result; `after_pass` sees every program."""

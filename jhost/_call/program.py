@@ -38,7 +38,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults, unmet_wishes
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
-from jhost.lowering.pipeline import Pass, Passes, build_program, passes, run_passes
+from jhost.lowering.pipeline import AnyPass, Passes, build_program, passes, run_passes
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import abstract
@@ -253,7 +253,7 @@ def _settings(config: Config, unmet: tuple[UnmetWish, ...] = ()) -> StreamDefaul
 def _lower(
     call_jaxpr: Any,
     config: Config,
-    sequence: Sequence[Pass],
+    sequence: Sequence[AnyPass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
     program = _built(call_jaxpr, config)

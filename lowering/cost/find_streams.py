@@ -17,7 +17,7 @@ from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.remembering import Remembering
 from jhost.lowering.cost.sections import Sections
 from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
@@ -43,8 +43,8 @@ class FindStreams:
 
     name: ClassVar[str] = "find_streams"
 
-    layouts: Sequence[FollowingPass] = ()
-    loops: Sequence[FollowingPass] = ()
+    layouts: Sequence[Remembering] = ()
+    loops: Sequence[Remembering] = ()
     rates: Rates | None = None
     transfers: ChooseTransfers = dataclasses.field(default_factory=ChooseTransfers)
 
@@ -78,14 +78,14 @@ class FindStreams:
         streams: Sequence[FoundStream],
         rates: Rates,
     ) -> FoundStreamsChoice:
-        """The best choice for each stream; `plain` is laid out for none of them."""
-        sections = (
+        """What is best for each stream; `plain` is laid out for none of them."""
+        with_loops, without = (
             Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
             for each in (looped, plain)
         )
         # Cycles take longest, and move what stands in no loop over chunks.
         following = [s for s in self.loops[1:] if s.name != ChooseCycles.name]
-        weighing = FoundStreamsChoice(*sections, following, rates)
+        weighing = FoundStreamsChoice(with_loops, without, following, rates)
         for each in streams:
             weighing.choose(each)
         return weighing

@@ -24,9 +24,6 @@ from jhost.lowering.streams.plan import take_known, takes_plan, with_plan_of
 class FollowingPass(Protocol):
     """A pass that lowers a candidate further."""
 
-    @property
-    def name(self) -> str: ...
-
     def apply(self, program: Program) -> Program: ...
 
 
@@ -87,14 +84,10 @@ class Remembering:
     to remember by itself what it makes of programs with stream marks.
     """
 
-    def __init__(self, step: FollowingPass) -> None:
-        self.step = step
+    def __init__(self, step: FollowingPass, name: str = "") -> None:
+        self.step, self.name = step, name
         self.made = Shared[_Made]()
         self.bodies = Shared[Program]()
-
-    @property
-    def name(self) -> str:
-        return self.step.name
 
     def apply(self, program: Program) -> Program:
         step = self.step
