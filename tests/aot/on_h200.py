@@ -19,6 +19,13 @@ from jhost.runtime.compiler_options import overlap_options
 from jhost.runtime.profile.schedule import parse_schedule
 from tests.jhost.derived import programs, vjp
 
+QUICKLY: Mapping[str, Any] = {"xla_gpu_autotune_level": 0}
+"""For programs that take long to compile.
+
+There is no GPU to try kernels on, and which one a matmul gets changes neither the order
+nor the memory of a program.
+"""
+
 MakeH200s = Callable[[Mapping[str, int]], Mesh]
 """Makes a mesh of such axes, of H200s that are not there."""
 

@@ -31,7 +31,7 @@ from benchmarks.layers import Model
 from benchmarks.step.whole import arms, model
 from benchmarks.step.whole.model import first_state
 from benchmarks.step.whole.sizes import Case
-from tests.aot.on_h200 import MakeH200s
+from tests.aot.on_h200 import QUICKLY, MakeH200s
 
 MODEL = Model(
     "small", hidden=2048, ffn=6144, heads=16, kv_heads=8, head=128, sequence=512
@@ -44,8 +44,6 @@ LARGE = 1 << 20
 """Bytes of a transfer that is worth hiding."""
 MOST = 1.05
 """The temporary memory of a step, as a share of plain JAX's."""
-QUICKLY = {"xla_gpu_autotune_level": 0}
-"""Which kernel a matmul gets changes nothing in the order."""
 
 
 def case_of(axes: Mapping[str, int]) -> Case:
@@ -62,7 +60,7 @@ def types_of(case: Case) -> tuple[Any, jax.ShapeDtypeStruct]:
 
 def compiled(case: Case, mesh: Mesh) -> jhost.Compiled:
     # As by name: what a prediction would leave alone is not what is tested.
-    return arms.hosted("p2p")(case, mesh).lower(*types_of(case)).compile()
+    return arms.hosted("p2p")(case, mesh).lower(*types_of(case)).compile(dict(QUICKLY))
 
 
 def memory_of(compiled: Any) -> int:
@@ -114,7 +112,7 @@ def large_of(axes: Mapping[str, int], mesh: Mesh) -> tuple[Sequence[Any], str]:
         mock.patch.object(model, "_attention", of_linear_layers),
     ):
         step = arms.hosted("p2p", marked="tp" in axes)(case, mesh)
-        schedule = step.lower(*types_of(case)).compile(QUICKLY).schedule()
+        schedule = step.lower(*types_of(case)).compile(dict(QUICKLY)).schedule()
     return [c for c in schedule.communications if c.bytes >= LARGE], str(schedule)
 
 
@@ -183,7 +181,7 @@ def check(axes: Mapping[str, int], mesh: Mesh) -> None:
     alone = [n for n, c in enumerate(large) if not c.matmuls]
     assert set(alone) <= {0, 1, len(large) - 1}, str(schedule)
     assert all(c.asynchronous and c.others for c in large), str(schedule)
-    plain = arms.jitted(case, mesh).lower(*types_of(case)).compile()
+    plain = arms.jitted(case, mesh).lower(*types_of(case)).compile(dict(QUICKLY))
     assert memory_of(step) <= MOST * memory_of(plain)
 
 
