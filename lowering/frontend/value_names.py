@@ -69,9 +69,11 @@ def value_names(
     """Names for the values that equations make, beside those that are `given`.
 
     What a call makes on the way has the same line, and the last is its value.
+    A value that is one of `paths`, cast or reshaped, keeps that name on all lines.
     Gradients are named after what they are gradients of, where that is one of `paths`.
     """
     names, found = ValueNames(), dict[Var, str]()
+    names.known |= given
     names.titles |= given
     names.after |= {eqn.outvars[0]: source for eqn, source in _handed_on(eqns)}
     runs = [(at, list(run)) for at, run in itertools.groupby(eqns, user_position)]
@@ -84,7 +86,9 @@ def value_names(
             continue
         out, variable = last.outvars[0], assigned(position)
         if variable and not is_transposed(last):  # what a gradient makes of a line
-            found[out] = variable
+            # A weight that a line casts or reshapes is called by its path all the same.
+            if names.of_user(out) not in paths:
+                found[out] = variable
         elif text := expression(position):
             names.titles[out] = _in_words(last, text, position)
     names.known |= forwarded_names(eqns, found) | dict(given)

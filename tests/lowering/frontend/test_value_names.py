@@ -56,6 +56,19 @@ def test_what_is_cast_or_reshaped_keeps_its_name() -> None:
     assert (cast_x, flat, turned) == ("x", "x", "h")
 
 
+def test_a_weight_that_a_line_casts_keeps_its_path() -> None:
+    def cast(x: Any) -> Any:
+        kernel = x.astype(jnp.bfloat16).T
+        scaled = kernel * 2
+        return kernel, scaled
+
+    assert {"kernel", "scaled"} <= {*names_of(cast)}
+    flat = inline_calls(jax.make_jaxpr(cast)(X))
+    path = "params['kernel']"
+    names = value_names(flat.eqns, {flat.invars[0]: path}, paths=[path])
+    assert [names[var] for var in flat.outvars] == [path, "scaled"]
+
+
 def gradients_of(fun: Callable[..., Any], weights: Any) -> list[str]:
     """What the gradients are called that the function's weights get."""
     closed: Any = jax.make_jaxpr(jax.grad(fun))(weights)
