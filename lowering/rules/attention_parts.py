@@ -34,7 +34,7 @@ _MOST_BLOCKS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class PositionRun:
     """`size` steps of a factor from `at` on; in the whole they lie within `span`.
 
     The first of them stands at `first` there.
@@ -45,7 +45,7 @@ class Run:
     first: Any
     span: Any
 
-    def is_like(self, other: Run) -> bool:
+    def is_like(self, other: PositionRun) -> bool:
         """Whether both are of one size and have all positions of their spans."""
         spans = self.size, other.size, self.span, other.span
         return all(isinstance(span, int) for span in spans) and len({*spans}) == 1
@@ -157,7 +157,7 @@ class AttentionBlocks(abc.ABC):
             self.queries, [self.row(eqn, args, row, columns) for row in rows]
         )
 
-    def blocks(self, shard: Shard) -> tuple[list[Run], list[Run]]:
+    def blocks(self, shard: Shard) -> tuple[list[PositionRun], list[PositionRun]]:
         """The runs of queries and those of keys: squares, if those are not too many."""
         both = self.queries, self.keys
         starts, here = [*map(shard.starts, both)], [*map(shard.size, both)]
@@ -221,7 +221,11 @@ class AttentionBlocks(abc.ABC):
         ]
 
     def row(
-        self, eqn: JaxprEqn, args: Sequence[Any], row: Run, columns: Sequence[Run]
+        self,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        row: PositionRun,
+        columns: Sequence[PositionRun],
     ) -> Sequence[Any]:
         """What a run of queries finds among all runs of keys."""
         args = self.cut(args, self.queries, row.at, row.size)
@@ -234,7 +238,7 @@ class AttentionBlocks(abc.ABC):
         return self.along(self.keys, blocks)
 
     def block(
-        self, eqn: JaxprEqn, args: Sequence[Any], row: Run, column: Run
+        self, eqn: JaxprEqn, args: Sequence[Any], row: PositionRun, column: PositionRun
     ) -> Sequence[Any]:
         """What a run of queries finds among a run of keys."""
         # Of two scalars XLA finds the difference of equal ones, and drops branches.
@@ -251,7 +255,9 @@ class AttentionBlocks(abc.ABC):
             case = jnp.where(distance == 0, 3, case)
         return lax.switch(case, branches, *args)
 
-    def sees(self, row: Run, column: Run, distance: Any) -> tuple[Any, Any]:
+    def sees(
+        self, row: PositionRun, column: PositionRun, distance: Any
+    ) -> tuple[Any, Any]:
         """Whether a run of queries sees no key of another run, and whether it sees all.
 
         The first query stands `distance` behind the first key.
@@ -309,17 +315,17 @@ def _sum(parts: Sequence[Any]) -> Any:
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])
 
 
-def _runs(starts: Sequence[Any], here: int, size: int) -> list[Run]:
+def _runs(starts: Sequence[Any], here: int, size: int) -> list[PositionRun]:
     """The stretches of a factor that begin there, cut into runs of one size."""
     stretch = here // len(starts)
     return [
-        Run(number * stretch + at, size, start + at, size)
+        PositionRun(number * stretch + at, size, start + at, size)
         for number, start in enumerate(starts)
         for at in range(0, stretch, size)
     ]
 
 
-def _joined(runs: Sequence[Run], most: int) -> list[Run]:
+def _joined(runs: Sequence[PositionRun], most: int) -> list[PositionRun]:
     """Neighbours among the runs made one, equally many in each, to have so few."""
     each = next(
         n

@@ -22,7 +22,7 @@ from jhost._attention.written_out import AttentionSettings, width
 from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
-from jhost.lowering.rules.attention_parts import AttentionBlocks, Run, weighted
+from jhost.lowering.rules.attention_parts import AttentionBlocks, PositionRun, weighted
 from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, rule, shape_of
 from jhost.lowering.rules.reducers import Reducer
 
@@ -117,7 +117,7 @@ class WrittenBlocks(AttentionBlocks):
         return self.as_it_is(eqn, args)
 
     def block(
-        self, eqn: JaxprEqn, args: Sequence[Any], row: Run, column: Run
+        self, eqn: JaxprEqn, args: Sequence[Any], row: PositionRun, column: PositionRun
     ) -> list[Any]:
         """Nothing is computed where all keys are hidden."""
         hidden, _ = self.sees(row, column, row.first - column.first)

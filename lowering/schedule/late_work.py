@@ -30,10 +30,10 @@ _CARRIED = 2
 
 def late_work(found: MovableTransfers) -> list[Late]:
     """Products for the transfers of a body that have nothing beside them."""
-    return [*_Work(found).late()]
+    return [*_FreeProducts(found).late()]
 
 
-class _Work:
+class _FreeProducts:
     """The products of a body that nothing in it waits for.
 
     `behind` has the blocks that are made of each, by its number.

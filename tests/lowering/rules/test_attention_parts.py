@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jhost.lowering.rules.attention_parts import AttentionBlocks, Run
+from jhost.lowering.rules.attention_parts import AttentionBlocks, PositionRun
 from jhost.lowering.rules.dim_rule import AttentionWindow
 
 
@@ -45,8 +45,10 @@ def test_a_block_is_hidden_masked_or_seen_whole(side: int) -> None:
             wanted = "unmasked" if seen.all() else wanted
             wanted = "as it is" if distance == 0 else wanted
             with mock.patch.object(jax.lax, "switch", _chosen):
-                row = Run(0, side, distance, side)
-                assert blocks.block(eqn, (), row, Run(0, side, 0, side)) == [wanted]
+                row = PositionRun(0, side, distance, side)
+                assert blocks.block(eqn, (), row, PositionRun(0, side, 0, side)) == [
+                    wanted
+                ]
 
 
 def _chosen(case: Any, branches: Sequence[Any], *args: Any) -> Any:
