@@ -25,6 +25,7 @@ from jhost._jax import (
     calls,
     is_wide,
     result_paths,
+    with_all_operands,
     with_width,
 )
 from jhost._primitives import stream_p
@@ -32,6 +33,7 @@ from jhost._tuning_holds import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.bodies import all_marks, with_marks
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
@@ -143,6 +145,8 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
 
     What is left open then is weighed as if nothing had been wished, layouts too.
     """
+    if (fewer := _of_all_operands(call_jaxpr, config, strict)) is not None:
+        return fewer
     unmet: tuple[UnmetWish, ...] = ()
     after_pass = dump.pass_dumper(config.name, config.derived)
     # This ends: each round drops at least one wish, and marks have finitely many.
@@ -163,6 +167,22 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
     dump.dump_host_ir(config.name, program, config.derived)
     warn_of_program(program, config.replication_limit)
     return _Lowering(program, unmet)
+
+
+def _of_all_operands(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering | None:
+    """What a jaxpr was lowered to before JAX took operands that nothing reads."""
+    if (before := with_all_operands(call_jaxpr)) is None:
+        return None
+    jaxpr, left = before
+    lowering = _lowering(jaxpr, config, strict)
+    program = lowering.program
+    read = {buffer.name for stmt in program.body for buffer in reads_writes(stmt)[0]}
+    read |= {result.name for result in program.results}
+    pairs = [*zip(program.params, left, strict=True)]
+    if any(param.name in read for param, is_left in pairs if not is_left):
+        return None
+    params = tuple(param for param, is_left in pairs if is_left)
+    return lowering._replace(program=dataclasses.replace(program, params=params))
 
 
 class Planned(NamedTuple):

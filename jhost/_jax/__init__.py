@@ -90,6 +90,7 @@ from jhost._jax.primitives import (
     define_call_primitive as define_call_primitive,
     define_marker_primitive as define_marker_primitive,
     register_lowering as register_lowering,
+    with_all_operands as with_all_operands,
 )
 from jhost._jax.processes import (
     Coordination as Coordination,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.extend.core
@@ -64,10 +65,28 @@ def _without_dead_code(
     """By JAX's rule, but a call without dead code stays itself, and is lowered once."""
     read, live = rule(used, *rest)
     *_, eqn = rest  # from JAX 0.12 on, live operands come before it
-    if live is None or not (all(read) and all(used)):
+    if live is None or not all(used):
         return read, live
-    before, after = (e.params["call_jaxpr"].eqns for e in (eqn, live))
-    return read, eqn if len(before) == len(after) else live
+    before, after = (each.params["call_jaxpr"] for each in (eqn, live))
+    if len(before.eqns) != len(after.eqns):
+        return read, live
+    if all(read):
+        return read, eqn
+    _with_all_operands[after] = before, tuple(read)
+    return read, live
+
+
+_with_all_operands: WeakKeyDictionary[Any, tuple[Any, tuple[bool, ...]]] = (
+    WeakKeyDictionary()
+)
+
+
+def with_all_operands(call_jaxpr: Any) -> tuple[Any, tuple[bool, ...]] | None:
+    """The jaxpr that JAX took operands from that nothing reads, and which it left.
+
+    None where it took no operands, or more than these.
+    """
+    return _with_all_operands.get(call_jaxpr)
 
 
 def _as_it_is(split: Split, **_: Any) -> Split:

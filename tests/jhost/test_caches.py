@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import errors
+from jhost._call import program
 from jhost._call.execute import interpreting
 from jhost._jax import ClosedJaxpr
 from jhost.lowering.ir.program import Program
@@ -215,3 +217,29 @@ def test_types_of_results_are_those_of_the_plain_function() -> None:
             assert hosted.eval_shape(x, 2.0, wide=wide) == plain
     with pytest.raises(errors.StreamDimError):
         jhost.jit(lambda x: jhost.stream(jnp.sort(x, 0), axis=0)).eval_shape(x)
+
+
+@pytest.mark.parametrize("donated", [(), (0, 2)], ids=["kept", "donated"])
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_arguments_that_nothing_reads_are_no_second_program(
+    donated: tuple[int, ...],
+) -> None:
+    """JAX takes them out of the program, which is lowered before that."""
+
+    def f(_: jax.Array, x: jax.Array, last: jax.Array) -> jax.Array:
+        return jhost.stream(jnp.tanh(x @ x), axis=0, chunks=2)
+
+    mesh = mesh_of({"tp": 4})
+    g = jhost.jit(f, mesh=mesh, in_shardings=P("tp"), donate_argnums=donated)
+    with mock.patch.object(program, "_lower", wraps=program._lower) as lower:
+        compiled = g.lower(X, X, X).compile()
+        assert lower.call_count == 1
+        np.testing.assert_array_equal(compiled(X + 1, X, X + 2), g(X + 1, X, X + 2))
+        assert lower.call_count == 1
+    np.testing.assert_allclose(g(X + 1, X, X + 2), f(X, X, X), rtol=1e-6)
+    gradient = jax.grad(lambda *xs: jnp.sum(g(*xs)), (0, 1, 2))
+    one, other, third = gradient(X, X * 0.1, X)
+    np.testing.assert_array_equal(one, jnp.zeros_like(X))
+    np.testing.assert_array_equal(third, jnp.zeros_like(X))
+    wanted = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x)))(X * 0.1)
+    np.testing.assert_allclose(other, wanted, rtol=1e-5)
