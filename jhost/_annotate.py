@@ -40,14 +40,15 @@ def stream(
         x: an array of any dtype, and of any shape with at least one dim.
         axis: the dim; negative ones count from the last.
         chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes
-            `chunks` of the jhost function around.  A count that is not possible raises
-            an error when the function is compiled.  There can be fewer chunks than
-            this, because all chunks but the last have one size; a
+            `chunks` of the jhost function that contains the mark.  A count that is not
+            possible raises an error when the function is compiled.  All chunks but the
+            last have one size, so there can be fewer chunks than asked; a
             `jhost.errors.StreamWarning` says so.
         pipeline: `"collective"` communicates a slice of every device's shard at a time.
             `"p2p"` sends each device's chunk to the device that works on it, or the
-            result of a chunk to its owner.  `"off"` does neither.  `"auto"` chooses by
-            predicted time.  None takes `pipeline` of the jhost function around.
+            result of a chunk to its owner.  `"off"` makes no loop.  `"auto"` chooses by
+            predicted time.  None takes `pipeline` of the jhost function that contains
+            the mark.
 
     Returns:
         `x`, as a `jax.Array` of the same shape and dtype.
@@ -83,7 +84,7 @@ def serial(x: ArrayLike) -> jax.Array:
         `x`, as a `jax.Array` of the same shape and dtype.
 
     Raises:
-        ArgumentError: if `x` is no array.
+        ArgumentError: if `x` is not an array.
 
     Example:
         >>> import jhost
@@ -94,7 +95,7 @@ def serial(x: ArrayLike) -> jax.Array:
 
 
 def shard(x: ArrayLike, spec: PartitionSpec | NamedSharding | None) -> jax.Array:
-    """Shards a value over the mesh of the jhost function around it.
+    """Shards a value over the mesh of the jhost function that contains it.
 
     The value is unchanged.  Inside a jhost function it means the same as
     `jax.lax.with_sharding_constraint`.  Outside it is the identity.

@@ -147,15 +147,15 @@ class Tuning:
     """What `jhost.tune` measured and chose; `jhost.jit(..., tuning=...)` follows it.
 
     It holds for one function, for the types of its arguments, one kind of device, and
-    one set of versions.  If any of these differs, jhost ignores it and warns what
-    changed.  `str` is a table.  `to_json` and `from_json` write and read it, and `save`
-    draws it.
+    one set of versions.  If any of these differs, jhost ignores the tuning, and a
+    warning says what changed.  `str` is a table.  `to_json` and `from_json` write and
+    read the tuning, and `save` draws it.
 
     Attributes:
         function: the function's name.
-        environment: the versions, devices and mesh that it was measured with.
-        programs: the program of the function, and those of its gradients if they were
-            tuned.  Each has its streams, with the seconds of each candidate.
+        environment: the versions, devices and mesh of the measurement.
+        programs: the program of the function, and the programs of its gradients if they
+            were tuned.  Each has its streams, with the seconds of each candidate.
     """
 
     function: str
@@ -188,8 +188,8 @@ class Tuning:
             path: a file name that ends in `.html`.  The page needs no other file.
 
         Raises:
-            OptionError: the path has another ending.  Use `to_json` for a file to read
-                again.
+            OptionError: the path has another ending.  For a file that jhost can read
+                again, use `to_json`.
             FileNotFoundError: the folder does not exist.
 
         Example:
@@ -225,7 +225,7 @@ class Tuning:
         """Reads a tuning that `to_json` wrote.
 
         Raises:
-            TuningError: the text is no tuning, or one of another version.
+            TuningError: the text is not a tuning, or is one of another version.
         """
         try:
             with damage_refused():

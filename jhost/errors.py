@@ -68,7 +68,7 @@ class DuplicateAxisError(JhostError, ValueError):
 
 
 class DivisibilityError(JhostError, ValueError):
-    """A mesh axis does not divide the dim of a parameter or result to shard."""
+    """A mesh axis does not divide the dim of a parameter or result that it shards."""
 
 
 class StreamConflictError(JhostError, ValueError):
@@ -128,7 +128,7 @@ class UnsupportedError(JhostError, NotImplementedError):
 
 
 class ScheduleError(JhostError, ValueError):
-    """A text is no module that XLA has scheduled."""
+    """A text is not a module that XLA has scheduled."""
 
 
 class ProfileError(JhostError, RuntimeError):
@@ -136,7 +136,7 @@ class ProfileError(JhostError, RuntimeError):
 
 
 class MissingPackageError(JhostError, ImportError):
-    """An optional package is needed, and is not installed."""
+    """An optional package is needed, but it is not installed."""
 
 
 class IndexRangeError(JhostError, IndexError):
@@ -144,7 +144,7 @@ class IndexRangeError(JhostError, IndexError):
 
 
 class TuningError(JhostError, ValueError):
-    """A text is no tuning, or one that this version cannot read."""
+    """A text is not a tuning, or this version cannot read it."""
 
 
 class VerifyError(JhostError, RuntimeError):
@@ -154,7 +154,7 @@ class VerifyError(JhostError, RuntimeError):
 class ReplicationWarning(UserWarning):
     """An operation gathers sharded values, and all devices repeat it.
 
-    `jhost.jit(replication_limit=...)` sets from how many bytes on it warns.
+    `jhost.jit(replication_limit=...)` sets the smallest number of bytes with a warning.
     """
 
 

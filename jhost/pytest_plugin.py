@@ -57,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def make_mesh() -> Callable[[Sequence[int], Sequence[str]], Mesh]:
-    """`make_mesh((2, 4), ("dp", "tp"))`: a mesh of the first devices, all axes Auto."""
+    """`make_mesh((2, 4), ("dp", "tp"))` makes a mesh of the first devices, all Auto."""
 
     def make(sizes: Sequence[int], names: Sequence[str]) -> Mesh:
         axis_types = (AxisType.Auto,) * len(names)
