@@ -193,8 +193,8 @@ def _check_pipeline(pipeline: Any) -> None:
     choices = get_args(Pipeline)
     if pipeline is not None and pipeline not in choices:
         raise errors.OptionError(
-            f"jhost.stream got pipeline={pipeline!r}, which is none of "
-            f"{', '.join(map(repr, choices))} and None."
+            f"jhost.stream got pipeline={pipeline!r}, but takes one of "
+            f"{', '.join(map(repr, choices))} or None."
         )
 
 
@@ -216,7 +216,7 @@ def _canonical_spec(spec: Any, shape: tuple[int, ...]) -> Spec:
         raise errors.SpecRankError(
             f"jhost.shard got spec={spec} with {len(spec)} entries for an array of "
             f"shape {shape} with {len(shape)} dims. Give at most {len(shape)} entries; "
-            "dims without one are whole."
+            "dims without an entry are whole."
         )
     entries = list(spec_entries(spec))
     _check_axes_are_distinct(entries, spec, shape)
@@ -236,8 +236,8 @@ def _canonical_entry(entry: Any, spec: PartitionSpec) -> DimSpec:
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if not all(isinstance(name, str) for name in names):
         raise errors.ArgumentError(
-            f"Got a spec {spec}, whose entry {entry!r} is no mesh axis. An "
-            "entry is an axis name, a tuple of them, None, or P.UNCONSTRAINED."
+            f"Got a spec {spec}, but its entry {entry!r} is no mesh axis. An "
+            "entry is an axis name, a tuple of axis names, None, or P.UNCONSTRAINED."
         )
     return names
 
@@ -250,8 +250,8 @@ def _check_axes_are_distinct(
     offenders = [f"{axis!r} shards dims {d}" for axis, d in dims.items() if len(d) > 1]
     if offenders:
         raise errors.DuplicateAxisError(
-            f"jhost.shard got spec={spec} for an array of shape {shape}, which uses a "
-            "mesh axis twice. An axis can shard one dim only: leave it out of the "
-            "others.",
+            f"jhost.shard got spec={spec} for an array of shape {shape}. It uses a "
+            "mesh axis twice, but an axis can shard only one dim: leave the axis out "
+            "of the other dims.",
             offenders,
         )

@@ -37,12 +37,13 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a calibration holds for.
+    """The conditions under which a calibration holds.
 
-    `devices` are those of one process; `links` say how GPUs are joined, in the words of
-    `nvidia-smi topo`, and `nccl` is a version: both are empty where nothing is known.
-    What was measured in one process holds in any number of `processes`; what was
-    measured between several holds between as many, whose NCCL has these `settings`.
+    `devices` is the number in one process.  `links` say how GPUs are joined, in the
+    words of `nvidia-smi topo`, and `nccl` is a version: both are empty if nothing is
+    known.  A calibration of one process holds in any number of processes.  A
+    calibration between several `processes` holds between the same number of processes,
+    if their NCCL has the same `settings`.
     """
 
     device_kind: str

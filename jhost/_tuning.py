@@ -26,7 +26,7 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a measurement holds for: versions, devices, and how they form a mesh."""
+    """The versions, devices and mesh for which a measurement holds."""
 
     jhost: str
     jax: str
@@ -40,10 +40,10 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(PipelineSpec):
-    """One way to run a stream, and the seconds that a call of the program took then.
+    """One way to run a stream, and the seconds that a call of the program took with it.
 
-    The way stands beside them in a tuning's file, and is no record of its own there.
-    Its pipeline is "p2p" or "collective", or None for no pipeline.
+    A tuning's file has the fields of the way beside the seconds.  The pipeline is "p2p"
+    or "collective", or None for no pipeline.
 
     Attributes:
         text: the way in words.
@@ -85,15 +85,15 @@ def _refuse(field: str, value: object, allowed: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunedStream:
-    """A stream mark, or several alike: what was measured, the chosen way first.
+    """The measurements of a stream mark, or of several marks that are tuned as one.
 
     Attributes:
         value: the first marked value, with its type.
         where: the user's line.
         axis: the marked dim.
         marks: the numbers of the marks in the program.
-        candidates: what was measured, the chosen way first.
-        left_out: what could not be measured, or was not, and why.
+        candidates: the measured ways, the chosen way first.
+        left_out: the ways that were not measured, and why.
     """
 
     value: str
@@ -124,7 +124,7 @@ class TunedStream:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunedProgram:
-    """A program, by the fingerprint of its Host IR before streams are lowered."""
+    """A program, with the fingerprint of its Host IR before streams are lowered."""
 
     name: str
     fingerprint: str

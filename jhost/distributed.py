@@ -1,7 +1,7 @@
 """Many processes: starts `jax.distributed`, and makes meshes over its processes.
 
-It sets what overlap needs before XLA starts.  Before a program runs, the processes
-compare it: `runtime/agreement.py`.
+It sets the options that overlap needs before XLA starts.  Before a program runs, the
+processes compare it (`runtime/agreement.py`).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def make_mesh(
             f"jhost.distributed.make_mesh cannot lay {wanted} within a process, which "
             f"has {room} of the {len(chosen)} devices. Make {' and '.join(too_large)} "
             "smaller, start processes with more devices, or give within=() to lay axes "
-            "across processes, where nothing is pipelined unasked."
+            "across processes, where jhost pipelines only what you ask for."
         )
     grid = mesh_utils.create_hybrid_device_mesh(
         [local[axis] for axis in axes],

@@ -1,8 +1,8 @@
-"""The ways a use of jhost can be wrong, one class per cause.
+"""The errors and warnings of jhost, one class for each cause.
 
-Each class is also the builtin that fits (`ValueError`, `TypeError`), and each has a
-section in `docs/errors.md` with an example and its fix.  The page is in the wheel as
-well: `help` of a class has its section, and messages say so.
+Each class is also a subclass of the builtin that fits (`ValueError`, `TypeError`), and
+each has a section in `docs/errors.md` with an example and its fix.  The page is in the
+wheel, too: `help` of a class has its section, and messages say so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JhostError(Exception):
 
     Args:
         message: what is wrong, and what to try.
-        offenders: every offending argument, value or option, a line each.
+        offenders: every offending argument, value or option, with a line for each.
     """
 
     def __init__(self, message: str, offenders: Sequence[str] = ()) -> None:

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "devices(count): needs that many devices, and is skipped without"
+        "markers", "devices(count): skips the test if there are fewer devices"
     )
     count = str(config.getini("jhost_devices"))
     if not count.isdecimal() or int(count) < 1:

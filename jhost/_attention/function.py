@@ -164,7 +164,7 @@ def _scale(scale: Any, size: int) -> float:
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         raise errors.ArgumentError(
             f"jhost.dot_product_attention takes a number as scale, but got {scale!r}. "
-            "Multiply the query by what is an array, and use scale=1."
+            "If it is an array, multiply the query by it, and use scale=1."
         ) from error
 
 
@@ -190,7 +190,7 @@ def _offenders(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
     if {"N", "K"} <= sizes.keys() and sizes["N"] % max(sizes["K"], 1):
         yield (
             f"query has {sizes['N']} heads, which is no multiple of the {sizes['K']} "
-            f"that key has: shapes {query.shape} and {key.shape}"
+            f"that key has: their shapes are {query.shape} and {key.shape}"
         )
     for name in ("query_segment_ids", "key_value_segment_ids"):
         if name not in arrays and any("segment" in other for other in arrays):

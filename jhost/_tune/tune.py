@@ -132,7 +132,9 @@ def _check_rounds(rounds: Any) -> None:
             f"jhost.tune takes an int as rounds, but got {rounds!r}."
         )
     if count < 1:
-        raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
+        raise errors.OptionError(
+            f"jhost.tune got rounds={rounds!r}, but needs at least 1."
+        )
 
 
 def _check_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
