@@ -38,8 +38,8 @@ donation. *jit / arm* is the time of `jit`, divided by the time of the arm: the 
 number has the minima, the second the medians. *tuned / arm* is the same for `tuned`. An
 arm is *right* if its first losses and moments equal those of `jit`. `fsdp2` (PyTorch)
 ran before the others, in processes of its own.
-This page says what the arms are:
-[a user's whole training step](../benchmarks/README.md#a-users-whole-training-step).
+[A user's whole training step](../benchmarks/README.md#a-users-whole-training-step)
+says what the arms are.
 """
 
 
