@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
     """Adds `bench` to the commands of `python -m jhost`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
-        help="time an MLP block at a few sizes: with jax.jit, with jhost, matmuls alone",
+        help="time an MLP block at a few sizes: jax.jit, jhost, and the matmuls alone",
         description="Times the MLP block of the demo at three sizes on the devices "
         "there are: with jax.jit, with jhost and the choice of jhost.tune, and the "
         "matmuls of each device alone, which are the lower limit. Exits with 1 if "
