@@ -158,8 +158,8 @@ def _behind(times: Mapping[str, Mapping[str, float]], beside: str) -> str:
     listed = f": {', '.join(slower)}" if slower else ""
     mean = figures.geometric_mean(ratios.values())
     return (
-        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. jhost's "
-        f"time divided by the other time has a geometric mean of {mean:.2f}."
+        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. The "
+        f"geometric mean of jhost's time divided by the other time is {mean:.2f}."
     )
 
 

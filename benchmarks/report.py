@@ -204,8 +204,8 @@ def cotangents(records: Mapping[str, Record]) -> str:
         return "The cotangent waits for the forward's result, as in a step."
     named = "" if len(early) == len(records) else f" in {', '.join(early)}"
     return (
-        f"The cotangent was an argument{named}. So XLA could gather it during the "
-        "forward of plain, which no training step can."
+        f"The cotangent was an argument{named}. So XLA could gather it during plain's "
+        "forward. A training step cannot do that."
     )
 
 

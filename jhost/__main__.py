@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Bad arguments end the process with 2, as always with `argparse`.
     """
     parser = argparse.ArgumentParser(
-        prog="jhost", description="Overlapped sharded JAX programs."
+        prog="jhost",
+        description="Hides the communication of sharded JAX programs behind work.",
     )
     parser.add_argument("--version", action="version", version=f"jhost {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

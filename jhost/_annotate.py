@@ -40,14 +40,15 @@ def stream(
         x: an array of any dtype, and of any shape with at least one dim.
         axis: the dim; negative ones count from the last.
         chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes
-            `chunks` of the jhost function around.  A count that is not possible raises
-            an error when the function is compiled.  There can be fewer chunks than
-            this, because all chunks but the last have one size; a
+            `chunks` of the jhost function that contains the mark.  A count that is not
+            possible raises an error when the function is compiled.  All chunks but the
+            last have one size, so there can be fewer chunks than asked; a
             `jhost.errors.StreamWarning` says so.
         pipeline: `"collective"` communicates a slice of every device's shard at a time.
             `"p2p"` sends each device's chunk to the device that works on it, or the
-            result of a chunk to its owner.  `"off"` does neither.  `"auto"` chooses by
-            predicted time.  None takes `pipeline` of the jhost function around.
+            result of a chunk to its owner.  `"off"` makes no loop.  `"auto"` chooses by
+            predicted time.  None takes `pipeline` of the jhost function that contains
+            the mark.
 
     Returns:
         `x`, as a `jax.Array` of the same shape and dtype.
@@ -83,7 +84,7 @@ def serial(x: ArrayLike) -> jax.Array:
         `x`, as a `jax.Array` of the same shape and dtype.
 
     Raises:
-        ArgumentError: if `x` is no array.
+        ArgumentError: if `x` is not an array.
 
     Example:
         >>> import jhost
@@ -94,7 +95,7 @@ def serial(x: ArrayLike) -> jax.Array:
 
 
 def shard(x: ArrayLike, spec: PartitionSpec | NamedSharding | None) -> jax.Array:
-    """Shards a value over the mesh of the jhost function around it.
+    """Shards a value over the mesh of the jhost function that contains it.
 
     The value is unchanged.  Inside a jhost function it means the same as
     `jax.lax.with_sharding_constraint`.  Outside it is the identity.
@@ -192,8 +193,8 @@ def _check_pipeline(pipeline: Any) -> None:
     choices = get_args(Pipeline)
     if pipeline is not None and pipeline not in choices:
         raise errors.OptionError(
-            f"jhost.stream got pipeline={pipeline!r}, which is none of "
-            f"{', '.join(map(repr, choices))} and None."
+            f"jhost.stream got pipeline={pipeline!r}, but takes one of "
+            f"{', '.join(map(repr, choices))} or None."
         )
 
 
@@ -215,7 +216,7 @@ def _canonical_spec(spec: Any, shape: tuple[int, ...]) -> Spec:
         raise errors.SpecRankError(
             f"jhost.shard got spec={spec} with {len(spec)} entries for an array of "
             f"shape {shape} with {len(shape)} dims. Give at most {len(shape)} entries; "
-            "dims without one are whole."
+            "dims without an entry are whole."
         )
     entries = list(spec_entries(spec))
     _check_axes_are_distinct(entries, spec, shape)
@@ -235,8 +236,8 @@ def _canonical_entry(entry: Any, spec: PartitionSpec) -> DimSpec:
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if not all(isinstance(name, str) for name in names):
         raise errors.ArgumentError(
-            f"Got a spec {spec}, whose entry {entry!r} is no mesh axis. An "
-            "entry is an axis name, a tuple of them, None, or P.UNCONSTRAINED."
+            f"Got a spec {spec}, but its entry {entry!r} is no mesh axis. An "
+            "entry is an axis name, a tuple of axis names, None, or P.UNCONSTRAINED."
         )
     return names
 
@@ -249,8 +250,8 @@ def _check_axes_are_distinct(
     offenders = [f"{axis!r} shards dims {d}" for axis, d in dims.items() if len(d) > 1]
     if offenders:
         raise errors.DuplicateAxisError(
-            f"jhost.shard got spec={spec} for an array of shape {shape}, which uses a "
-            "mesh axis twice. An axis can shard one dim only: leave it out of the "
-            "others.",
+            f"jhost.shard got spec={spec} for an array of shape {shape}. It uses a "
+            "mesh axis twice, but an axis can shard only one dim: leave the axis out "
+            "of the other dims.",
             offenders,
         )

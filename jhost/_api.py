@@ -64,8 +64,8 @@ def jit(
             `jax.set_mesh`, of the arguments, or of a sharding inside the function, in
             this order.  Without any mesh the function runs on one device.
         in_shardings: as for `jax.jit`: a pytree prefix of the positional arguments,
-            with `PartitionSpec`, `NamedSharding`, or None for the sharding of the
-            argument.
+            with `PartitionSpec`, `NamedSharding`, or None if the argument's own
+            sharding stays.
         out_shardings: the same for the results; None leaves the choice to jhost.
         static_argnums: as for `jax.jit`.
         static_argnames: as for `jax.jit`.
@@ -73,24 +73,25 @@ def jit(
         donate_argnames: as for `jax.jit`.
         keep_unused: as for `jax.jit`: whether the compiled function keeps arguments
             that no result depends on.
-        inline: as for `jax.jit`.  It changes nothing in a program around: jhost
-            functions are always lowered in place there.
-        chunks: the number of chunks of each stream whose mark does not say it, or
-            `"auto"`.  It is a wish: if a stream cannot have this number, jhost chooses
+        inline: as for `jax.jit`.  It changes nothing: a program that calls a jhost
+            function always lowers the function in place.
+        chunks: the number of chunks for each mark that leaves it open, or `"auto"`.
+            It is a wish: if a stream cannot have this number, jhost chooses
             as with `"auto"`, and `jhost.explain` says why.
-        pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
-            over devices move beside the work behind them, by permutes, if that is
-            predicted to gain, or if the function has `"p2p"`.
+        pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, for each mark that
+            leaves it open.  It is a wish, too.  Permutes also move large sums over
+            devices beside the work that follows, if a gain is predicted or this is
+            `"p2p"`.
         streams: `"auto"` finds streams in a function without marks, if `pipeline` is
             `"auto"` and a loop is predicted to gain.  `"marked"` finds none.
-        replication_limit: from how many bytes on a `jhost.errors.ReplicationWarning`
-            comes.  It counts the bytes that a device receives for an operation that all
-            devices repeat on whole values.
+        replication_limit: a number of bytes.  If all devices repeat an operation on
+            whole values, and a device receives this many bytes or more for it, jhost
+            warns with a `jhost.errors.ReplicationWarning`.
         compiler_options: XLA options for the executables of this function.  As for
             `jax.jit`, a function that is called in another program cannot have any.
         tuning: one or several results of `jhost.tune` for this function.  They decide
-            what marks and settings leave open. jhost warns of a tuning that does not
-            hold here, and ignores it.
+            what marks and settings leave open. jhost ignores a tuning that does not
+            hold here, and warns.
 
     Returns:
         The compiled function, with the methods of a `jax.jit` function.  It takes and
@@ -100,8 +101,8 @@ def jit(
         OptionError: unknown `pipeline` or `streams`, or a limit below 0.
         ChunksError: fewer than one chunk.
         ArgumentError: an argument has another type.
-        NoMeshError, MeshMismatchError: in a call, if there is no mesh for the
-            shardings, or if shardings or arguments have several meshes.
+        NoMeshError, MeshMismatchError: in a call, there is no mesh for the shardings,
+            or shardings or arguments have several meshes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,25 +142,25 @@ def explain(
     """Explains what jhost does with a function on these arguments, and why.
 
     Args:
-        f: a jhost function, or a function that calls some, differentiated or not.  It
-            may be a whole training step, plain or under `jax.jit`.
+        f: a jhost function, or a function that calls jhost functions or differentiates
+            them.  It may be a whole training step, plain or under `jax.jit`.
         *args: arrays of the shapes and dtypes that `f` takes, or `jax.ShapeDtypeStruct`
             in their place.
-        detail: whether it prints everything, or one screen.
+        detail: True prints everything, and False prints one screen.
         **kwargs: likewise, of the shapes and dtypes that `f` takes.  If `f` has an
             argument `detail`, pass it by position.
 
     Returns:
         An explanation that prints as one screen.  It has the predicted time with and
-        without jhost, what is hidden and what is not, what to change first, the
-        streams, the transfers with the work that hides them, and the layouts.  With
-        `detail`, in notebooks and by `save` it has everything, program by program.  If
-        the function calls jhost functions, `programs` has an explanation of each of
-        their programs, forward and backward.  `bodies` has those of the bodies of
-        loops.  The fields are for tools.
+        without jhost, the hidden and the exposed communication, and what to change
+        first.  It also has the streams, the transfers with the work that hides them,
+        and the layouts.  With `detail`, in notebooks and in the file of `save` it has
+        everything, program by program.  If the function calls jhost functions,
+        `programs` has an explanation of each of their programs, forward and backward.
+        `bodies` has an explanation of each body of a loop.  The fields are for tools.
 
     Raises:
-        ArgumentError: `f` is no function, or it calls no jhost function.
+        ArgumentError: `f` is not a function, or it calls no jhost function.
 
     Example:
         >>> import jax, jax.numpy as jnp

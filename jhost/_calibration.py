@@ -37,12 +37,13 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a calibration holds for.
+    """The conditions under which a calibration holds.
 
-    `devices` are those of one process; `links` say how GPUs are joined, in the words of
-    `nvidia-smi topo`, and `nccl` is a version: both are empty where nothing is known.
-    What was measured in one process holds in any number of `processes`; what was
-    measured between several holds between as many, whose NCCL has these `settings`.
+    `devices` is the number in one process.  `links` say how GPUs are joined, in the
+    words of `nvidia-smi topo`, and `nccl` is a version: both are empty if nothing is
+    known.  A calibration of one process holds in any number of processes.  A
+    calibration between several `processes` holds between the same number of processes,
+    if their NCCL has the same `settings`.
     """
 
     device_kind: str
@@ -56,11 +57,13 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The rates that `jhost.calibrate` measured; `str` is a table beside jhost's own.
+    """The rates that `jhost.calibrate` measured.
+
+    `str` is a table that also has the rates that jhost ships.
 
     Attributes:
-        conditions: the devices and versions that it holds for.
-        date: when it was made, as `2026-11-23`, in UTC.
+        conditions: the devices and versions for which it holds.
+        date: the day on which it was made, such as `2026-11-23`, in UTC.
         measurements: seconds of single operations, by size.
     """
 
@@ -73,7 +76,7 @@ class Calibration:
 
     @property
     def rates(self) -> Rates:
-        """The rates with which the cost model predicts."""
+        """The rates that the cost model uses."""
         kind = self.conditions.device_kind
         found = fitted(self.measurements, rates_to_start_from(kind))
         return dataclasses.replace(found, source=f"calibrated here on {self.date}")
@@ -105,7 +108,7 @@ class Calibration:
         """Reads a calibration that `to_json` wrote.
 
         Raises:
-            ValueError: the text is no calibration, or one of another version.
+            ValueError: the text is not a calibration, or is one of another version.
         """
         with damage_refused(), np.errstate(divide="raise", invalid="raise"):
             fields = json.loads(text)

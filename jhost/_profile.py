@@ -32,9 +32,9 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
 
     It compiles the function, calls it twice to warm up, and then records five calls in
     a row with `jax.profiler`.  The calls are made as in a training loop: on GPUs the
-    host does not wait for a call before it makes the next.  The report is of the call
-    with the median time.  In a job of several processes each process has to call this
-    function, and gets a report of its own devices.
+    host does not wait for a call before it makes the next.  The report describes the
+    call with the median time.  In a job of several processes each process has to call
+    this function, and gets a report of its own devices.
 
     Args:
         f: a function made by `jhost.jit`.
@@ -44,14 +44,15 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
         **kwargs: likewise.
 
     Returns:
-        For each device the seconds of the call, of computation, of communication, of
-        its hidden and exposed parts, and of idle time, the efficiency of the overlap,
-        and the predicted times.  For each statement of the Host IR program, how long
-        its chunks took and how much of that was exposed.  `str` is a table, and `save`
-        writes a picture, a page or a trace for Perfetto.
+        The report.  For each device it has the seconds of the call, of computation, of
+        communication, of the hidden and the exposed communication, and of idle time.
+        It also has the efficiency of the overlap, and the predicted times.  For each
+        statement of the Host IR program it says how long its chunks took, and how much
+        of that time was exposed.  `str` is a table, and `save` writes a picture, a page
+        or a trace for Perfetto.
 
     Raises:
-        ArgumentError: `f` is no jhost function, or an argument is a type, not an array.
+        ArgumentError: `f` is not a jhost function, or an argument is a type.
         ProfileError: another profile is being recorded, or the profiler saw nothing.
 
     Example:

@@ -26,7 +26,7 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a measurement holds for: versions, devices, and how they form a mesh."""
+    """The versions, devices and mesh for which a measurement holds."""
 
     jhost: str
     jax: str
@@ -40,10 +40,10 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(PipelineSpec):
-    """One way to run a stream, and the seconds that a call of the program took then.
+    """One way to run a stream, and the seconds that a call of the program took with it.
 
-    The way stands beside them in a tuning's file, and is no record of its own there.
-    Its pipeline is "p2p" or "collective", or None for no pipeline.
+    A tuning's file has the fields of the way beside the seconds.  The pipeline is "p2p"
+    or "collective", or None for no pipeline.
 
     Attributes:
         text: the way in words.
@@ -85,15 +85,15 @@ def _refuse(field: str, value: object, allowed: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunedStream:
-    """A stream mark, or several alike: what was measured, the chosen way first.
+    """The measurements of a stream mark, or of several marks that are tuned as one.
 
     Attributes:
         value: the first marked value, with its type.
         where: the user's line.
         axis: the marked dim.
         marks: the numbers of the marks in the program.
-        candidates: what was measured, the chosen way first.
-        left_out: what could not be measured, or was not, and why.
+        candidates: the measured ways, the chosen way first.
+        left_out: the ways that were not measured, and why.
     """
 
     value: str
@@ -124,7 +124,7 @@ class TunedStream:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunedProgram:
-    """A program, by the fingerprint of its Host IR before streams are lowered."""
+    """A program, with the fingerprint of its Host IR before streams are lowered."""
 
     name: str
     fingerprint: str
@@ -147,15 +147,15 @@ class Tuning:
     """What `jhost.tune` measured and chose; `jhost.jit(..., tuning=...)` follows it.
 
     It holds for one function, for the types of its arguments, one kind of device, and
-    one set of versions.  If any of these differs, jhost ignores it and warns what
-    changed.  `str` is a table.  `to_json` and `from_json` write and read it, and `save`
-    draws it.
+    one set of versions.  If any of these differs, jhost ignores the tuning, and a
+    warning says what changed.  `str` is a table.  `to_json` and `from_json` write and
+    read the tuning, and `save` draws it.
 
     Attributes:
         function: the function's name.
-        environment: the versions, devices and mesh that it was measured with.
-        programs: the program of the function, and those of its gradients if they were
-            tuned.  Each has its streams, with the seconds of each candidate.
+        environment: the versions, devices and mesh of the measurement.
+        programs: the program of the function, and the programs of its gradients if they
+            were tuned.  Each has its streams, with the seconds of each candidate.
     """
 
     function: str
@@ -188,8 +188,8 @@ class Tuning:
             path: a file name that ends in `.html`.  The page needs no other file.
 
         Raises:
-            OptionError: the path has another ending.  Use `to_json` for a file to read
-                again.
+            OptionError: the path has another ending.  For a file that jhost can read
+                again, use `to_json`.
             FileNotFoundError: the folder does not exist.
 
         Example:
@@ -225,7 +225,7 @@ class Tuning:
         """Reads a tuning that `to_json` wrote.
 
         Raises:
-            TuningError: the text is no tuning, or one of another version.
+            TuningError: the text is not a tuning, or is one of another version.
         """
         try:
             with damage_refused():

@@ -1,7 +1,7 @@
 """Many processes: starts `jax.distributed`, and makes meshes over its processes.
 
-It sets what overlap needs before XLA starts.  Before a program runs, the processes
-compare it: `runtime/agreement.py`.
+It sets the options that overlap needs before XLA starts.  Before a program runs, the
+processes compare it (`runtime/agreement.py`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def initialize(
     symmetric_buffers: bool = False,
     **arguments: Any,
 ) -> None:
-    """Makes this one of several processes, as `jax.distributed.initialize` does.
+    """Makes this process one of several, as `jax.distributed.initialize` does.
 
     Call it before anything else that asks JAX for devices.  Under SLURM, Open MPI and
     Kubernetes it needs no argument.  It warns if SLURM or Open MPI started a process
     for each GPU of a host.  If a process dies, the others end, too:
-    `heartbeat_timeout_seconds` (100 by default) after it was killed, or
-    `shutdown_timeout_seconds` (300) after it raised an error.  `docs/processes.md` says
-    how to launch processes.
+    `heartbeat_timeout_seconds` (100 by default) after a kill, or
+    `shutdown_timeout_seconds` (300 by default) after an error.  `docs/processes.md`
+    says how to launch processes.
 
     Args:
         coordinator_address: as for `jax.distributed.initialize`: host and port of
@@ -54,22 +54,22 @@ def initialize(
         num_processes: as for JAX: the number of processes.
         process_id: as for JAX: the number of this process.
         local_device_ids: as for JAX: the GPUs of this process.  If SLURM or Open MPI
-            started one process on the host, it gets all GPUs by default, where JAX
-            gives it only the first.
-        program_timeout_seconds: how long a process waits for the other processes of a
-            mesh before it first runs a program.  The processes then compare the
-            program.  None turns this off.
+            started one process on the host, it gets all GPUs by default. (JAX gives it
+            only the first GPU.)
+        program_timeout_seconds: before a process first runs a program, the processes of
+            the mesh compare it.  This is how long a process waits for the others.  None
+            turns the comparison off.
         symmetric_buffers: whether all programs of this process, and NCCL's
             communicators, use symmetric buffers.  This is for processes of one GPU
-            each: pipelines are about 2 % faster, and collectives without chunks 5 %
-            slower.
+            each: it makes pipelines about 2 % faster, and collectives without chunks 5
+            % slower.
         **arguments: other arguments of `jax.distributed.initialize`, depending on JAX's
             version.
 
     Raises:
         InitializeError: JAX has already made its devices, or this was called before.
-        OptionError: a timeout is not above 0, or longer than 30 years.
-        ArgumentError: a timeout is no number.
+        OptionError: a timeout is 0 or below, or longer than 30 years.
+        ArgumentError: a timeout is not a number.
 
     Example:
         >>> import jhost
@@ -159,20 +159,20 @@ def make_mesh(
 
     Args:
         axes: the name and size of each axis, the outermost first.
-        within: the axis or axes that have to stay within a process; by default the last
-            one, and `()` for none.  If they need fewer devices than a process has, the
-            other axes fill the process, the last one first.
+        within: the axis or axes that have to stay within a process: by default the last
+            axis, and with `()` no axis.  If these axes need fewer devices than a
+            process has, the other axes fill the process, the last one first.
         axis_types: one type for each axis, as for `jax.make_mesh`; by default all are
             `Auto`.
-        devices: the devices of the mesh; by default the first of `jax.devices()`, as
-            many as the axes need.
+        devices: the devices of the mesh.  By default these are the first devices of
+            `jax.devices()`, as many as the axes need.
 
     Returns:
         The mesh, in the order of
         `jax.experimental.mesh_utils.create_hybrid_device_mesh`.
 
     Raises:
-        ArgumentError: `axes` is no dict from names to ints above 0.
+        ArgumentError: `axes` is not a dict from names to ints above 0.
         OptionError: there are too few devices, processes have different numbers of
             devices, or a process has too few for the axes in `within`.
         UnknownAxisError: `within` names an axis that `axes` does not have.
@@ -195,7 +195,7 @@ def make_mesh(
             f"jhost.distributed.make_mesh cannot lay {wanted} within a process, which "
             f"has {room} of the {len(chosen)} devices. Make {' and '.join(too_large)} "
             "smaller, start processes with more devices, or give within=() to lay axes "
-            "across processes, where nothing is pipelined unasked."
+            "across processes, where jhost pipelines only what you ask for."
         )
     grid = mesh_utils.create_hybrid_device_mesh(
         [local[axis] for axis in axes],

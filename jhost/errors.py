@@ -1,8 +1,8 @@
-"""The ways a use of jhost can be wrong, one class per cause.
+"""The errors and warnings of jhost, one class for each cause.
 
-Each class is also the builtin that fits (`ValueError`, `TypeError`), and each has a
-section in `docs/errors.md` with an example and its fix.  The page is in the wheel as
-well: `help` of a class has its section, and messages say so.
+Each class is also a subclass of the builtin that fits (`ValueError`, `TypeError`), and
+each has a section in `docs/errors.md` with an example and its fix.  The page is in the
+wheel, too: `help` of a class has its section, and messages say so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JhostError(Exception):
 
     Args:
         message: what is wrong, and what to try.
-        offenders: every offending argument, value or option, a line each.
+        offenders: every offending argument, value or option, with a line for each.
     """
 
     def __init__(self, message: str, offenders: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ class DuplicateAxisError(JhostError, ValueError):
 
 
 class DivisibilityError(JhostError, ValueError):
-    """A mesh axis does not divide the dim of a parameter or result to shard."""
+    """A mesh axis does not divide the dim of a parameter or result that it shards."""
 
 
 class StreamConflictError(JhostError, ValueError):
@@ -128,7 +128,7 @@ class UnsupportedError(JhostError, NotImplementedError):
 
 
 class ScheduleError(JhostError, ValueError):
-    """A text is no module that XLA has scheduled."""
+    """A text is not a module that XLA has scheduled."""
 
 
 class ProfileError(JhostError, RuntimeError):
@@ -136,7 +136,7 @@ class ProfileError(JhostError, RuntimeError):
 
 
 class MissingPackageError(JhostError, ImportError):
-    """An optional package is needed, and is not installed."""
+    """An optional package is needed, but it is not installed."""
 
 
 class IndexRangeError(JhostError, IndexError):
@@ -144,7 +144,7 @@ class IndexRangeError(JhostError, IndexError):
 
 
 class TuningError(JhostError, ValueError):
-    """A text is no tuning, or one that this version cannot read."""
+    """A text is not a tuning, or this version cannot read it."""
 
 
 class VerifyError(JhostError, RuntimeError):
@@ -154,7 +154,7 @@ class VerifyError(JhostError, RuntimeError):
 class ReplicationWarning(UserWarning):
     """An operation gathers sharded values, and all devices repeat it.
 
-    `jhost.jit(replication_limit=...)` sets from how many bytes on it warns.
+    `jhost.jit(replication_limit=...)` sets the smallest number of bytes with a warning.
     """
 
 

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "devices(count): needs that many devices, and is skipped without"
+        "markers", "devices(count): skips the test if there are fewer devices"
     )
     count = str(config.getini("jhost_devices"))
     if not count.isdecimal() or int(count) < 1:
@@ -57,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def make_mesh() -> Callable[[Sequence[int], Sequence[str]], Mesh]:
-    """`make_mesh((2, 4), ("dp", "tp"))`: a mesh of the first devices, all axes Auto."""
+    """`make_mesh((2, 4), ("dp", "tp"))` makes a mesh of the first devices, all Auto."""
 
     def make(sizes: Sequence[int], names: Sequence[str]) -> Mesh:
         axis_types = (AxisType.Auto,) * len(names)

@@ -1,7 +1,7 @@
 """Checks for tests: results are right, streams are pipelined, nothing else moves.
 
-jhost's own tests use them.  They need chex: `pip install 'chex>=0.1.92'`; the fixture
-and marker for devices are in `jhost.pytest_plugin`.
+jhost's own tests use these checks.  They need chex: `pip install 'chex>=0.1.92'`.  The
+fixture and the marker for devices are in `jhost.pytest_plugin`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PIPELINES: tuple[Pipeline, ...] = ("auto", "off", "collective", "p2p")
 
 
 def mesh_of(axes: Axes) -> Mesh:
-    """A mesh of the first devices with these axes and sizes, all of them automatic.
+    """Makes a mesh of the first devices with these axes and sizes; all are automatic.
 
     Raises:
-        ArgumentError: `axes` is no dict of names and sizes.
+        ArgumentError: `axes` is not a dict of names and sizes.
         OptionError: a size is below 1, or there are fewer devices.
 
     Example:
@@ -75,8 +75,8 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
 
     Raises:
         AssertionError: types or values differ.
-        ArgumentError, OptionError: a leaf is no array, or the tolerance is no number of
-            at least 0.
+        ArgumentError, OptionError: a leaf is not an array, or the tolerance is not a
+            number of at least 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -109,14 +109,15 @@ def assert_equals_plain(
         gradients: also compare the gradients with respect to all float arguments.
         tolerance: as for `assert_close`.  Floats with integer values are exact as long
             as sums stay in their range, so 0 is possible with them.
-        pipelines: the values of `pipeline` for `jhost.jit`, one after another; by
-            default all possible ones.  Marks that name a pipeline keep it.
-        meshes: meshes, or dicts of axis names and sizes, one after another; by default
-            the function's own mesh.
+        pipelines: the values of `pipeline` for `jhost.jit` to be checked, by default
+            all that are possible.  Marks that name a pipeline keep it.
+        meshes: the meshes to be checked, also as dicts of axis names and sizes; by
+            default the function's own mesh.
 
     Raises:
         AssertionError: results differ.  The text has every case that differs.
-        ArgumentError: `f` is no jhost function, or `pipelines` or `meshes` are empty.
+        ArgumentError: `f` is not a jhost function, or `pipelines` or `meshes` are
+            empty.
         PipelineError: no stream can have one of the `pipelines`.
         ArgumentError, OptionError: an argument has another type or an unknown value.
 
@@ -166,8 +167,8 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
         **kwargs: likewise.
 
     Returns:
-        The programs in order.  A gradient has one of the forward and one of the
-        backward.
+        The programs in order.  A gradient has a program of the forward and a program of
+        the backward.
 
     Example:
         >>> import jax.numpy as jnp
@@ -200,10 +201,10 @@ def _explanations(
 def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Checks that every stream is pipelined, and that something moves in its loop.
 
-    These are the marked streams or, in a function without marks, those that jhost
-    finds.  It looks at each program that jhost makes.  If nothing moves between devices
-    in a loop over chunks, as on one device, the loop may save memory, but it hides
-    nothing.
+    These are the marked streams or, in a function without marks, the streams that jhost
+    finds.  The check looks at each program that jhost makes.  If nothing moves between
+    devices in a loop over chunks, as on one device, the loop may save memory, but it
+    hides nothing.
 
     Args:
         fun: a jhost function, or a function that calls some, such as `jax.grad(loss)`.
@@ -212,8 +213,8 @@ def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None
         **kwargs: likewise.
 
     Raises:
-        AssertionError: a stream is not pipelined or moves nothing, or there is none.
-            The text has the reason for each, as in `jhost.explain`.
+        AssertionError: a stream is not pipelined, or moves nothing, or there is no
+            stream.  The text has the reason for each, as in `jhost.explain`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -245,22 +246,22 @@ def assert_program(
 ) -> None:
     """Checks that jhost's programs have these loops and communications.
 
-    All programs count together.  A gradient has one of the forward and one of the
-    backward.
+    All programs count together.  A gradient has a program of the forward and a program
+    of the backward.
 
     Args:
         fun: a jhost function, or a function that calls some, such as `jax.grad(loss)`.
         *args: its arguments, arrays of the shapes and dtypes that it takes, or
             `jax.ShapeDtypeStruct` in their place.
-        loops: the number of loops over chunks; None for any number.
+        loops: the number of loops over chunks; None allows any number.
         communications: the kind and mesh axes of each communication, such as
-            `"AllGather over tp"`, in any order.  One in a loop counts once.  None for
-            any.
+            `"AllGather over tp"`, in any order.  A communication in a loop counts once.
+            None allows any.
         kwargs: its keyword arguments, of the shapes and dtypes that it takes.
 
     Raises:
-        AssertionError: the programs have others.  The text lists missing and surplus
-            ones, and has the explanation.
+        AssertionError: the programs have other loops or communications.  The text lists
+            what is missing and what is too much, and has the explanation.
         ArgumentError: an argument has another type.
 
     Example:

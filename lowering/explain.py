@@ -60,25 +60,26 @@ class Explanation:
         streams: what jhost makes of each mark, and why.
         layouts: each value that changes its layout, and the bytes of the alternative.
         communications: all communications, with their bytes.
-        permutes: the kind of permutes that move chunks, and why, if jhost chose it.
+        permutes: if jhost chose the kind of permutes that move chunks: the kind, and
+            why.
         notes: where streams stop, and other remarks.
         options: XLA's options for the overlap: applied, refused and missing ones.
         schedule: the text of `Compiled.schedule`, if XLA has compiled the program.
         programs: for a function that calls jhost functions, an explanation of each of
-            their programs.  The rows here have those of all programs.
-        bodies: an explanation of the body of each loop and branch in a program,
-            likewise.
+            their programs.  The rows here include the rows of all programs.
+        bodies: an explanation of the body of each loop and branch in a program.  The
+            rows here include their rows, too.
         calls: how often the outer function runs the program, scans included.  The rows
             are of one run.
-        steps: what the program and its bodies do, in order: the boxes of the picture.
+        steps: the steps of the program and its bodies in order, the picture's boxes.
         predicted: seconds of one run; None if the devices are unknown, or cannot
             overlap.
-        unpipelined: seconds of one run without loops over chunks, and with each
-            transfer where it is needed.
+        unpipelined: seconds of one run without jhost: without loops over chunks, and
+            with each transfer where its result is needed.
         devices: number and kind of the devices.
         nothing_overlaps: whether the devices cannot overlap anything with computation.
-        searches: for each program without a mark in which jhost looked for streams,
-            those that it left.
+        searches: for each program without a mark, the streams that jhost found and
+            left.
         detailed: whether `str` has everything.
     """
 

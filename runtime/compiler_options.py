@@ -179,18 +179,19 @@ def compiler_options(
     """The options that an outer `jax.jit` around jhost functions needs.
 
     XLA takes options only for a whole program.  So a jhost function inside another
-    `jax.jit` cannot give its own options, and warns if this function was never called.
+    `jax.jit` cannot give its own options, and warns if `compiler_options` was never
+    called.
 
     Args:
-        gradients: whether the program differentiates jhost functions.  Then only cuBLAS
-            does matmuls, because it adds to the weights' gradients in place.
+        gradients: whether the program differentiates jhost functions.  If it does, only
+            cuBLAS does matmuls, because it adds to the weights' gradients in place.
         between_processes: whether you ask for p2p pipelines along an axis over
-            processes of one GPU each.  Then NCCL's permutes use symmetric buffers,
-            which make collectives without chunks slower.
+            processes of one GPU each.  If you do, NCCL's permutes use symmetric
+            buffers, which make collectives without chunks slower.
 
     Returns:
         A dict for `jax.jit(..., compiler_options=...)`, for the devices of this
-        process; empty for one GPU and for other backends.
+        process.  It is empty for one GPU and for other backends.
 
     Example:
         >>> import jax

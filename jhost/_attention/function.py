@@ -48,11 +48,11 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` that can be pipelined along the keys.
+    """Computes `jax.nn.dot_product_attention`, and can be pipelined along the keys.
 
     It runs wherever JAX runs, inside and outside of jhost functions, with derivatives
-    of every order and mode.  A backward computes the scores again from queries and
-    keys, and keeps none. (Second derivatives keep some.) In a jhost function keys and
+    of every order and mode.  A backward keeps no scores: it computes them again from
+    queries and keys. (Second derivatives keep some.) In a jhost function keys and
     values may be sharded along their sequence.  A stream along it then sends chunks of
     them from device to device: ring attention.
 
@@ -65,10 +65,10 @@ def dot_product_attention(
         query: floats of shape `(B, T, N, H)`.  You may leave out B in all arrays.
         key: of shape `(B, S, K, H)` and the query's dtype.
         value: of the key's shape and dtype.
-        bias: added to the scaled scores; floats of shape `(B, N, T, S)`.  Any of these
-            sizes may be 1 instead.
-        mask: bools of shape `(B, N, T, S)`, with the same freedom; True where a query
-            sees a key.
+        bias: floats of shape `(B, N, T, S)`, which are added to the scaled scores.  Any
+            of these sizes may be 1 instead.
+        mask: bools of shape `(B, N, T, S)`, True where a query sees a key.  Any of
+            these sizes may be 1 instead.
         scale: the factor of the scores; by default `H ** -0.5`.
         is_causal: whether a query sees only keys up to its own position.
         query_seq_lengths: the length of each sequence of queries; of shape `(B,)` and
@@ -76,18 +76,18 @@ def dot_product_attention(
         key_value_seq_lengths: the length of each sequence of keys, of the same shape
             and dtype.  Keys behind the length are hidden.
         local_window_size: how many keys a query sees to the left and to the right of
-            its own position; one int is for both sides.
+            its own position.  One int stands for both sides.
         query_segment_ids: integers of shape `(B, T)` and any dtype.  Several sequences
             are packed into one, and each query sees only keys with its own number.
         key_value_segment_ids: integers of shape `(B, S)` and the same dtype.
 
     Returns:
         The result for each query, of `query`'s shape and dtype.  Scores and sums over
-        the keys are at least float32, and float64 if the arrays are.
+        the keys are at least float32, and float64 if the arrays are float64.
 
     Raises:
         OperandsError: shapes or dtypes do not fit, or only one side has segments.
-        ArgumentError: the scale is no number, or the window is no size.
+        ArgumentError: the scale is not a number, or the window is not a size.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -164,7 +164,7 @@ def _scale(scale: Any, size: int) -> float:
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         raise errors.ArgumentError(
             f"jhost.dot_product_attention takes a number as scale, but got {scale!r}. "
-            "Multiply the query by what is an array, and use scale=1."
+            "If it is an array, multiply the query by it, and use scale=1."
         ) from error
 
 
@@ -190,7 +190,7 @@ def _offenders(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
     if {"N", "K"} <= sizes.keys() and sizes["N"] % max(sizes["K"], 1):
         yield (
             f"query has {sizes['N']} heads, which is no multiple of the {sizes['K']} "
-            f"that key has: shapes {query.shape} and {key.shape}"
+            f"that key has: their shapes are {query.shape} and {key.shape}"
         )
     for name in ("query_segment_ids", "key_value_segment_ids"):
         if name not in arrays and any("segment" in other for other in arrays):

@@ -27,17 +27,18 @@ _ON_CPU = {"budget": 0.02, "scale": 0.02}
 
 
 def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
-    """Measures what the devices of this process do per second, in one to two minutes.
+    """Measures how fast the devices of this process are, in one to two minutes.
 
-    From then on `pipeline="auto"` uses these rates on such devices: matmuls at the
-    clocks of steady work, memory, launches, permutes (by copies, and by puts if NCCL
-    can) and collectives by size. jhost lowers all functions again.  Nothing else should
-    run on the devices meanwhile.
+    It measures matmuls at the clocks of steady work, memory, launches, permutes (by
+    copies, and by puts if NCCL can put) and collectives, by size.  From then on
+    `pipeline="auto"` uses these rates on such devices, and jhost lowers all functions
+    again.  Nothing else should run on the devices meanwhile.
 
     In a job of several processes (`jhost.distributed.initialize`) all of them call it.
-    It then measures the network as well: collectives between the processes, and how
-    much longer matmuls take with one beside them.  All get what process 0 measured, and
-    its folder keeps it for jobs of as many processes.
+    It then also measures the network: collectives between the processes, and how much
+    longer matmuls take beside a collective.  All processes get the rates that process 0
+    measured.  The folder of process 0 keeps the rates for jobs with the same number of
+    processes.
 
     Args:
         keep: store the rates in the user's cache folder, for all programs that run
@@ -45,7 +46,8 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
         progress: show a bar, or lines if tqdm is not installed, on standard error.
 
     Returns:
-        The measured rates; `str` is a table beside the rates that jhost ships.
+        The measured rates.  `str` is a table with the rates that jhost ships beside
+        them.
 
     Example:
         >>> import jhost

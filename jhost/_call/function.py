@@ -82,7 +82,7 @@ class JitFunction(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the function; compiles it first where these types are new.
+        """Runs the function, and compiles it first if these types are new.
 
         Args:
             *args: the plain function's arguments: trees of arrays of the global shapes
@@ -90,21 +90,21 @@ class JitFunction(Generic[P, R]):
             **kwargs: likewise.
 
         Returns:
-            What the plain function returns, as arrays over the mesh, of its global
-            shapes and of its dtypes.
+            The results of the plain function, as arrays over the mesh, with its global
+            shapes and its dtypes.
 
         Raises:
             DimError, SpecRankError, UnknownAxisError, DuplicateAxisError,
-                DivisibilityError, OptionError: shardings that do not fit the arguments
-                or results.
+                DivisibilityError, OptionError: shardings do not fit the arguments or
+                results.
             NoMeshError, MeshMismatchError: there is no mesh, or there are several.
-            StreamConflictError, StreamDimError, PipelineError, ChunksError: marks that
-                cannot be followed.
-            CompilerOptionError: XLA refuses one of the `compiler_options`, or there are
-                some, and the call is part of another program.
-            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
-                all about to run the same.
-            UnsupportedError: a part of JAX that jhost does not take.
+            StreamConflictError, StreamDimError, PipelineError, ChunksError: jhost
+                cannot follow a mark.
+            CompilerOptionError: XLA refuses one of the `compiler_options`, or the
+                function has some and the call is part of another program.
+            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are
+                about to run different programs, or one of them does not come.
+            UnsupportedError: the function uses a part of JAX that jhost does not take.
         """
         if axes := manual_axes():
             self._source.given.check_has_no_mesh(axes)
@@ -124,7 +124,7 @@ class JitFunction(Generic[P, R]):
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
-        """Traces the function, like `trace` of a `jax.jit` function; for `jax.export`.
+        """Traces the function as a `jax.jit` function's `trace` does, for `jax.export`.
 
         Args:
             *args: arrays of the shapes and dtypes of a call, or `jax.ShapeDtypeStruct`
@@ -157,7 +157,8 @@ class JitFunction(Generic[P, R]):
             **kwargs: likewise.
 
         Returns:
-            The program, to be read, interpreted or compiled: a `jax.stages.Lowered`.
+            The program as a `jax.stages.Lowered`: you can read, interpret and compile
+            it.
 
         Raises:
             JhostError: as for a call, but for errors that only a run shows.
@@ -175,7 +176,7 @@ class JitFunction(Generic[P, R]):
             return self._staged(key, args, kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The types of the results, as `jax.eval_shape` gives them; runs nothing.
+        """Returns the types of the results, as `jax.eval_shape` does; runs nothing.
 
         Args:
             *args: arrays of the shapes and dtypes of a call, or `jax.ShapeDtypeStruct`
@@ -184,7 +185,7 @@ class JitFunction(Generic[P, R]):
 
         Returns:
             A tree of `jax.ShapeDtypeStruct`, with the global shapes and the dtypes of
-            what a call returns.
+            the results of a call.
 
         Raises:
             JhostError: as for a call, but for errors that only a run shows.
@@ -200,7 +201,7 @@ class JitFunction(Generic[P, R]):
             return self._jits.to_lower(key, args, kwargs).eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forgets what was compiled for this function, as for `jax.jit`."""
+        """Forgets what was compiled for this function, as `jax.jit` functions do."""
         for jitted in self._every_jit:
             jitted.clear_cache()
         self._jits.clear()
@@ -220,14 +221,14 @@ class JitFunction(Generic[P, R]):
         return self.__qualname__
 
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
-        """This function with other arguments of `jhost.jit`.
+        """Makes this function again with other arguments of `jhost.jit`.
 
         Args:
             **options: arguments of `jhost.jit` by name; the others stay as they are.
                 With another mesh, each `NamedSharding` keeps its spec.
 
         Returns:
-            A new function.  This one stays as it is.
+            The new function.  This one stays as it is.
 
         Raises:
             ArgumentError: `jhost.jit` has no such argument, or it has the wrong type.

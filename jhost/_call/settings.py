@@ -119,7 +119,7 @@ def check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value not in get_args(choices):
             raise errors.OptionError(
-                f"jhost.jit got {name}={value!r}, which is none of "
+                f"jhost.jit got {name}={value!r}, but takes one of "
                 f"{', '.join(map(repr, get_args(choices)))}."
             )
     limit = as_int(settings.replication_limit)
@@ -146,7 +146,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 def _check_static_and_donated(settings: Settings) -> None:
     offenders = [
-        f"{kind}_{what}: {value!r} is no {one} and no sequence of them"
+        f"{kind}_{what}: takes {one}s, but got {value!r}"
         for kind in ("static", "donate")
         for what, one, is_one in (
             ("argnums", "int", lambda number: as_int(number) is not None),
@@ -184,8 +184,8 @@ def _check_compiler_options(options: Any) -> None:
     ]
     if offenders:
         raise errors.ArgumentError(
-            "jhost.jit takes names of XLA's options with a bool, int, float, str or "
-            "enum member each as compiler_options.",
+            "jhost.jit takes compiler_options as a dict. Its keys are names of XLA's "
+            "options, and each value is a bool, int, float, str or enum member.",
             offenders,
         )
 
@@ -194,7 +194,7 @@ def _check_tuning(tuning: Any) -> None:
     several = tuning if isinstance(tuning, list | tuple) else (tuning,)
     if tuning is not None and not all(isinstance(one, Tuning) for one in several):
         raise errors.ArgumentError(
-            "jhost.jit takes what jhost.tune returned as tuning, or several in a list, "
+            "jhost.jit takes a result of jhost.tune as tuning, or several in a list, "
             f"but got {tuning!r}. Read a file with jhost.Tuning.from_json(text)."
         )
 
@@ -233,7 +233,8 @@ def _check_unconstrained(trees: Mapping[str, Any]) -> None:
         raise errors.OptionError(
             "Unconstrained dims are not allowed in in_shardings and out_shardings of "
             "jhost.jit, as in those of jax.jit. Give None in place of the whole spec, "
-            "and jhost chooses; or put jhost.shard(x, spec), which takes them, inside.",
+            "and jhost chooses. Or call jhost.shard(x, spec), which takes such dims, "
+            "inside the function.",
             offenders,
         )
 

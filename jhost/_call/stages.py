@@ -85,7 +85,7 @@ class Lowered(jax.stages.Lowered):
         """Says what is pipelined, how and why; `jhost.explain` says more.
 
         Args:
-            detail: whether `str` has everything, or one screen with what matters most.
+            detail: True gives `str` everything, and False one screen.
         """
         explanation = explained(self._program, self._config, self._call_jaxpr)
         return dataclasses.replace(explanation, detailed=detail)
@@ -99,9 +99,10 @@ class Lowered(jax.stages.Lowered):
             **kwargs: likewise.
 
         Returns:
-            The results, arrays of the function's shapes and dtypes, and a trace.  The
-            trace has each statement that ran: its queue (`stream`), its text, the
-            indices of the loops around it, and the bytes that were live on a device.
+            The results, which are arrays of the function's shapes and dtypes, and a
+            trace.  For each statement that ran, the trace has its queue (`stream`), its
+            text, the indices of the loops around it, and the bytes that were live on a
+            device.
 
         Raises:
             ProcessMismatchError, ProcessTimeoutError: another process of the mesh does
@@ -129,11 +130,12 @@ class Lowered(jax.stages.Lowered):
 
         Args:
             compiler_options: XLA's options for this executable, a dict from names to
-                values of the types that XLA takes.  They win over those of `jhost.jit`.
+                values of the types that XLA takes.  They override the options of
+                `jhost.jit`.
             **how: other arguments of `jax.stages.Lowered.compile`.
 
         Returns:
-            The executable, to be called, explained or asked for its schedule.
+            The executable, which you can call and explain, and which has a schedule.
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
@@ -199,7 +201,7 @@ class Compiled(jax.stages.Compiled):
         Raises:
             ProcessMismatchError, ProcessTimeoutError: another process of the mesh does
                 not run this program.
-            TypeError: arguments of other types than it was lowered for.
+            TypeError: the arguments have other types than it was lowered for.
         """
         self._compare()
         return super().__call__(*args, **kwargs)
@@ -210,12 +212,13 @@ class Compiled(jax.stages.Compiled):
         return self._config.mesh
 
     def schedule(self) -> Schedule:
-        """How XLA schedules the communications.
+        """Returns how XLA schedules the communications.
 
         Returns:
-            All kernels, and each communication: its bytes, whether it is asynchronous,
-            the kernels that XLA issues beside it, and its queue (with JAX 0.12,
-            compiled for GPUs).  `str` is a table, and the fields are for tools.
+            All kernels, and all communications.  Each communication has its bytes,
+            whether it is asynchronous, the kernels that XLA issues beside it, and its
+            queue (with JAX 0.12, compiled for GPUs).  `str` is a table, and the fields
+            are for tools.
 
         Raises:
             ScheduleError: the backend does not give the text of what it compiled.
@@ -234,7 +237,7 @@ class Compiled(jax.stages.Compiled):
         """Says what is pipelined, how and why, and how XLA schedules it.
 
         Args:
-            detail: whether `str` has everything, or one screen with what matters most.
+            detail: True gives `str` everything, and False one screen.
         """
         try:
             schedule = str(self.schedule())

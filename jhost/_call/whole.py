@@ -73,7 +73,7 @@ class Whole:
             UnsupportedError: always.
         """
         raise errors.UnsupportedError(
-            f"{self} So it has no {what}, but all that the stages of jax.jit have.",
+            f"{self} So it has no {what}, but it has what the stages of jax.jit have.",
             self.reasons,
         )
 

@@ -43,10 +43,11 @@ def add_command(commands: Any) -> None:
     """Adds `bench` to the commands of `python -m jhost`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
-        help="time an MLP block at a few sizes: plain, by jhost, matmuls alone",
-        description="Times the demo's MLP block at three sizes on the devices there "
-        "are: by jax.jit, by jhost as jhost.tune chooses, and the matmuls of each "
-        "device alone, which nothing can beat. Exits with 1 if results disagree.",
+        help="time an MLP block at a few sizes: jax.jit, jhost, and the matmuls alone",
+        description="Times the MLP block of the demo at three sizes on the devices "
+        "there are: with jax.jit, with jhost and the choice of jhost.tune, and the "
+        "matmuls of each device alone, which are the lower limit. Exits with 1 if "
+        "results disagree.",
     )
     for name, default, meaning in (
         ("devices", None, "how many devices to use"),

@@ -17,10 +17,10 @@ def add_command(commands: Any) -> None:
         "calibrate",
         help="measure these devices, so that jhost predicts well on them",
         description="Measures matmuls, memory, launches, permutes and collectives on "
-        "the devices of this host, in one to two minutes, prints the rates beside "
-        "those that jhost ships, and keeps them in the user's cache folder: "
-        "pipeline='auto' goes by them from then on. Nothing else should run on the "
-        "devices meanwhile.",
+        "the devices of this host, in one to two minutes. Prints the measured rates "
+        "beside the rates that jhost ships, and keeps the measured ones in the user's "
+        "cache folder. pipeline='auto' uses them from then on. Nothing else should run "
+        "on the devices meanwhile.",
     )
     parser.add_argument(
         "--no-keep", action="store_true", help="print the rates, and keep nothing"
@@ -32,9 +32,9 @@ def add_command(commands: Any) -> None:
         "--process",
         nargs=3,
         metavar=("ADDRESS", "COUNT", "NUMBER"),
-        help="of a job of several processes, each with a command of its own: host and "
-        "port of process 0, how many there are, and which this is; the network between "
-        "them is measured as well",
+        help="for a job of several processes, with one command for each: the host and "
+        "port of process 0, the number of processes, and the number of this process; "
+        "the command then also measures the network between them",
     )
     parser.set_defaults(run=_run)
 

@@ -34,10 +34,11 @@ def add_command(commands: Any) -> None:
     """Adds `demo` to the commands of `python -m jhost`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
-        help="run an MLP block plain and through jhost; compare and time them",
+        help="run an MLP block with jax.jit and with jhost.jit; compare and time them",
         description="Runs an MLP block on the accelerators there are, or on four "
-        "virtual devices of the CPU: once by jax.jit, once by jhost.jit. Prints the "
-        "Host IR, what was pipelined, and the times; exits with 1 if they disagree.",
+        "virtual devices of the CPU: once with jax.jit, and once with jhost.jit. "
+        "Prints the Host IR, what was pipelined, and the times. Exits with 1 if the "
+        "results disagree.",
     )
     for name, default, meaning in (
         ("hidden", None, "width of the model"),
@@ -51,7 +52,7 @@ def add_command(commands: Any) -> None:
         parser.add_argument(
             f"--{name}", type=count, default=default, metavar="N", help=text
         )
-    parser.add_argument("--dtype", choices=DTYPES, help="of all arrays")
+    parser.add_argument("--dtype", choices=DTYPES, help="the dtype of all arrays")
     parser.add_argument(
         "--json", type=writable_file, metavar="FILE", help="write the figures there"
     )

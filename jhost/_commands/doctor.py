@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
     """Adds `doctor` to the commands of `python -m jhost`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="say what jhost finds here, and what to do about what is wrong",
+        help="say what jhost finds on this machine, and what to do about problems",
         description="Looks at versions, devices, the links between them, the options "
         "that this XLA takes, and which pipelines work. Exits with 1 if something is "
         "wrong.",
@@ -55,8 +55,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--mesh",
         metavar="MODULE:NAME",
-        help="a jax.sharding.Mesh, or a function that makes one: say which of its axes "
-        "lie across processes",
+        help="a jax.sharding.Mesh, or a function that makes one; the command then says "
+        "which of its axes lie across processes",
     )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 

@@ -36,9 +36,9 @@ def add_command(commands: Any) -> None:
         help="explain what jhost does with a function, for arguments of given shapes",
         description=(
             "Prints jhost.explain of a jhost function, or of a function that calls "
-            "some: the predicted time, what is hidden and what is not, the choice "
-            "for each stream with its reason, and the transfers. It runs nothing, "
-            "and needs no accelerator."
+            "jhost functions: the predicted time, the hidden and the exposed "
+            "communication, the choice for each stream with its reason, and the "
+            "transfers. It runs nothing, and needs no accelerator."
         ),
     )
     add_function(parser)
@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
         action=_Kind,
         metavar="KIND",
         help=(
-            "predict for GPUs of this kind, such as H200, which need not be here; "
+            "predict for GPUs of this kind, such as H200, also if they are not here; "
             "'list' prints the names"
         ),
     )
@@ -58,13 +58,13 @@ def add_command(commands: Any) -> None:
         help="print everything, program by program",
     )
     parser.add_argument(
-        "--host-ir", action="store_true", help="print the program itself as well"
+        "--host-ir", action="store_true", help="also print the program itself"
     )
     parser.add_argument(
         "--save",
         type=page_file,
         metavar="FILE.html",
-        help="write the explanation as a page as well",
+        help="also write the explanation as a page",
     )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 

@@ -25,7 +25,7 @@ def ragged_dot(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot` that multiplies each row once, on GPUs as well.
+    """Computes `jax.lax.ragged_dot`, and multiplies each row once on GPUs, too.
 
     Each row is multiplied by the matrix of its group: the first `group_sizes[0]` rows
     by `rhs[0]`, the next `group_sizes[1]` rows by `rhs[1]`, and so on.  Rows behind all
@@ -34,10 +34,10 @@ def ragged_dot(
     XLA has no kernel for this on GPUs (JAX 0.10 to 0.12): it multiplies all rows by the
     matrices of all groups.  This function is a kernel on NVIDIA GPUs from Ampere on,
     for bfloat16 and float16, and for float32 with the precision "default" or "highest".
-    Otherwise it is JAX's.  A kernel works on one device, so it is used in jhost
-    functions (also for `jax.lax.ragged_dot`), in a `jax.shard_map` over all mesh axes,
-    and on one device.  Exported programs, and programs that are compiled ahead for
-    other GPUs, use JAX's.
+    Otherwise it is JAX's function.  A kernel works on one device.  So it is used in
+    jhost functions (also for `jax.lax.ragged_dot`), in a `jax.shard_map` over all mesh
+    axes, and on one device.  Exported programs use JAX's function, and so do programs
+    that are compiled ahead for other GPUs.
 
     It has derivatives of every order and mode.  `jax.vmap` maps matrices along with
     rows.
@@ -45,14 +45,15 @@ def ragged_dot(
     Args:
         lhs: the rows, of shape `(m, k)` and any dtype.
         rhs: a matrix for each group, of shape `(g, k, n)` and any dtype.  Both operands
-            are cast to the dtype to which theirs promote.
+            are cast to their promoted dtype.
         group_sizes: integers of shape `(g,)`.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the result; by default the operands'
             promoted dtype.
 
     Returns:
-        An array of shape `(m, n)` and that dtype.
+        An array of shape `(m, n)` and dtype `preferred_element_type`, or of the
+        operands' promoted dtype without it.
 
     Raises:
         OperandsError: shapes or dtypes do not fit together.

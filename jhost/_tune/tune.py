@@ -47,8 +47,8 @@ def tune(
     without a pipeline.
 
     In a job of several processes all processes have to call it with the same arguments.
-    They measure together and choose the same, by the times of the slowest process in
-    each round.
+    They measure together, and all make the same choice: in each round the time of the
+    slowest process counts.
 
     Args:
         f: a function made by `jhost.jit`.  It is called many times, and so are host
@@ -64,17 +64,17 @@ def tune(
             other, and GPUs take less power than in real work.
         cache: reuse measurements from the user's cache folder, and store new ones
             there.
-        progress: show a bar, or lines if tqdm is not installed, on standard error; in
-            several processes, on that of process 0.
+        progress: show a bar, or lines if tqdm is not installed, on standard error.  Of
+            several processes only process 0 shows it.
 
     Returns:
-        What was measured, predicted and chosen for each stream, for
-        `jhost.jit(..., tuning=...)`.
+        The measured times, the predicted times and the choice for each stream.
+        `jhost.jit(..., tuning=...)` takes it.
 
     Raises:
-        ArgumentError: `f` is no jhost function, an argument is a type, or `gradients`
-            are no numbers.
-        OptionError: there is less than one round, or `gradients` name no argument.
+        ArgumentError: `f` is not a jhost function, an argument is a type, or
+            `gradients` are not numbers.
+        OptionError: `rounds` is below 1, or `gradients` name no argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -132,7 +132,9 @@ def _check_rounds(rounds: Any) -> None:
             f"jhost.tune takes an int as rounds, but got {rounds!r}."
         )
     if count < 1:
-        raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
+        raise errors.OptionError(
+            f"jhost.tune got rounds={rounds!r}, but needs at least 1."
+        )
 
 
 def _check_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

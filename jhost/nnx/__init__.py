@@ -1,7 +1,7 @@
 """flax layers whose matmuls and communications jhost pipelines: tensor parallelism.
 
-Each layer is the flax layer of its name, with shardings on its parameters and marks in
-its forward.  It gives the same results.  Under `jax.jit` the marks do nothing.  Under
+Most layers are flax layers with shardings on their parameters and marks in their
+forward, and give the same results.  Under `jax.jit` the marks do nothing.  Under
 `jhost.jit` a block of layers becomes a few pipelined loops, forward and backward.
 """
 

@@ -26,9 +26,9 @@ class ParallelAttention(nnx.MultiHeadAttention):
     and values, and the sums of the result are reduced in chunks.  Attention itself
     works on whole sequences.  Each device has its own heads.
 
-    If the mesh axis does not divide the key and value heads, every device has all of
-    their kernels, and computes the heads that its query heads use.  The mesh is the
-    mesh of `jax.set_mesh` when the layer is made.
+    If the mesh axis does not divide the key and value heads, every device has all
+    kernels of keys and values, and computes the heads that its query heads use.  The
+    mesh is the mesh of `jax.set_mesh` when the layer is made.
 
     It takes floats of shape `(..., sequence, in_features)`, and optionally a mask of
     shape `(..., heads, queries, keys)`, where heads may be 1.  It returns floats of
@@ -37,7 +37,7 @@ class ParallelAttention(nnx.MultiHeadAttention):
     Args:
         num_heads: as for `nnx.MultiHeadAttention`; a multiple of the size of the mesh
             axis.
-        in_features: likewise.
+        in_features: as for `nnx.MultiHeadAttention`.
         mesh_axis: the mesh axis that shards the heads.
         sequence_parallel: whether the sequence, the last dim but one, is sharded over
             that axis in operand and result.  If not, every device has the whole

@@ -16,23 +16,23 @@ from jhost.nnx._mlp import ParallelSwiGLU
 class TransformerBlock(nnx.Module):
     """The block of Llama: causal attention and a gated MLP, each after a norm.
 
-    Between these, and between blocks, each device has a part of the sequence.  Under
-    `jhost.jit` one loop gathers the sequence for queries, keys and values.  After
-    attention another loop projects, reduces, adds, normalizes, gathers for the MLP and
-    reduces again.  It takes and returns floats of shape `(..., sequence, features)`.
-    The dtype of the result is the operand's promoted with `dtype`, or with the
-    parameters' if `dtype` is None.
+    Between attention and MLP, and between blocks, each device has a part of the
+    sequence.  Under `jhost.jit` one loop gathers the sequence for queries, keys and
+    values.  After attention another loop projects, reduces, adds, normalizes, gathers
+    for the MLP and reduces again.  It takes and returns floats of shape `(...,
+    sequence, features)`.  The result has the promoted dtype of the operand and `dtype`,
+    or of the operand and the parameters if `dtype` is None.
 
     Args:
         features: the features of operand and result.
-        num_heads: the heads of attention; a multiple of the size of the mesh axis.
+        num_heads: the number of heads, a multiple of the size of the mesh axis.
         hidden_features: the hidden features of the MLP.
-        num_kv_heads: the heads of keys and values; None for `num_heads`.
+        num_kv_heads: the number of heads of keys and values; None for `num_heads`.
         rope_theta: as for `ParallelAttention`.
         attention: other options of `ParallelAttention`.
-        epsilon: what the norms add to the mean square.
+        epsilon: the number that the norms add to the mean square.
         mesh_axis: the mesh axis that shards heads, hidden features and the sequence.
-        sequence_parallel: if not, the sequence is not sharded.
+        sequence_parallel: whether the sequence is sharded.
         rngs: as everywhere in flax.
         **options: `dtype` and `param_dtype` of norms, attention and MLP.
 
@@ -86,8 +86,8 @@ class TransformerBlock(nnx.Module):
             x: floats of shape `(..., sequence, features)`.
 
         Returns:
-            Floats of the same shape, of the dtype to which that of `x` promotes with
-            `dtype`, or with the parameters' without it.
+            Floats of the same shape, of the promoted dtype of `x` and `dtype`, or of
+            `x` and the parameters if `dtype` is None.
         """
         if self.sequence_parallel:
             free = [P.UNCONSTRAINED] * (x.ndim - 2)

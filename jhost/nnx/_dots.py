@@ -30,8 +30,8 @@ class ColumnParallelDot:
     takes and returns the same as `lax.dot_general`, of any shapes and dtypes.
 
     Args:
-        mesh_axis: the mesh axis over which the first dim of the kernel that is not
-            contracted is sharded.
+        mesh_axis: the mesh axis that shards the kernel, along its first dim that is not
+            contracted.
         sequence_parallel: whether the operand's last token dim is sharded over this
             axis.  If not, all devices have all tokens, and there is no stream.
         kernel: the sharding of the kernel if other axes shard it, too; None for this
@@ -55,17 +55,18 @@ class ColumnParallelDot:
     def __call__(
         self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
     ) -> jax.Array:
-        """As `lax.dot_general`, of tokens and a kernel.
+        """Multiplies tokens by a kernel, as `lax.dot_general` does.
 
         Args:
             x: tokens, say of shape `(batch, sequence, features)`, of any dtype.
             kernel: weights, say of shape `(features, out_features)`, of any dtype.
-            dims: the dims that are contracted, then those of the batch, of each.
-            **more: the others of `lax.dot_general`.
+            dims: as for `lax.dot_general`: the contracted dims of both operands, then
+                the batch dims of both.
+            **more: other arguments of `lax.dot_general`.
 
         Returns:
-            The product, then say of shape `(batch, sequence, out_features)`, of the
-            dtype that `lax.dot_general` gives.
+            The product, for the operands above of shape `(batch, sequence,
+            out_features)`, of the dtype that `lax.dot_general` gives.
         """
         (contracted, of_kernel), (batch, batch_of_kernel) = dims
         tokens = _rest(x.ndim, (*contracted, *batch))
@@ -87,12 +88,12 @@ class ColumnParallelDot:
 class RowParallelDot:
     """A matmul whose contracted features are sharded, so its partial sums are reduced.
 
-    It works in chunks of the last token dim: each chunk is reduced while the next one
-    is multiplied, to the device that keeps it or to all devices.  It takes and returns
-    the same as `lax.dot_general`, of any shapes and dtypes.
+    It works in chunks of the last token dim: it multiplies the next chunk while the
+    sums of a chunk are reduced, to the device that keeps it or to all devices.  It
+    takes and returns the same as `lax.dot_general`, of any shapes and dtypes.
 
     Args:
-        mesh_axis: the mesh axis over which the first contracted dim is sharded.
+        mesh_axis: the mesh axis that shards the first contracted dim.
         sequence_parallel: whether the result's last token dim is sharded over this axis
             (by reduce-scatters).  If not, all devices get all tokens (by all-reduces).
         kernel: the sharding of the kernel if other axes shard it, too; None for this
@@ -116,17 +117,18 @@ class RowParallelDot:
     def __call__(
         self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
     ) -> jax.Array:
-        """As `lax.dot_general`, of tokens and a kernel.
+        """Multiplies tokens by a kernel, as `lax.dot_general` does.
 
         Args:
             x: tokens, say of shape `(batch, sequence, features)`, of any dtype.
             kernel: weights, say of shape `(features, out_features)`, of any dtype.
-            dims: the dims that are contracted, then those of the batch, of each.
-            **more: the others of `lax.dot_general`.
+            dims: as for `lax.dot_general`: the contracted dims of both operands, then
+                the batch dims of both.
+            **more: other arguments of `lax.dot_general`.
 
         Returns:
-            The product, then say of shape `(batch, sequence, out_features)`, of the
-            dtype that `lax.dot_general` gives.
+            The product, for the operands above of shape `(batch, sequence,
+            out_features)`, of the dtype that `lax.dot_general` gives.
         """
         (contracted, of_kernel), (batch, _) = dims
         tokens = _rest(x.ndim, (*contracted, *batch))

@@ -25,7 +25,7 @@ class ParallelEmbed(nnx.Embed):
 
     Args:
         num_embeddings: as for `nnx.Embed`.
-        features: likewise.
+        features: as for `nnx.Embed`.
         mesh_axis: the mesh axis that shards features, and in `attend` the vocabulary.
         sequence_parallel: whether the result's sequence, the last dim of the tokens, is
             sharded over that axis.  If not, every device has the whole sequence.
@@ -58,15 +58,15 @@ class ParallelEmbed(nnx.Embed):
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The embeddings of tokens.
+        """Returns the embeddings of tokens.
 
         Args:
             inputs: integers of shape `(..., sequence)`.
             out_sharding: as for `nnx.Embed`.
 
         Returns:
-            Floats of shape `(..., sequence, features)`, of the dtype of the table, or
-            of `dtype` where that is given.
+            Floats of shape `(..., sequence, features)`, of `dtype` if it is given, and
+            otherwise of the dtype of the table.
         """
         x = super().__call__(inputs, out_sharding)
         axis = self.mesh_axis if self.sequence_parallel else None
@@ -75,7 +75,7 @@ class ParallelEmbed(nnx.Embed):
         return serial(shard(x, P(*free, axis, None)))
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The logits of each token.
+        """Returns the logits of each token.
 
         Args:
             query: floats of shape `(..., sequence, features)`.

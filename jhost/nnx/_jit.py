@@ -55,19 +55,19 @@ def jit(
     Args:
         f: the function of flax objects and pytrees of arrays, of any shapes and dtypes.
             Without `f` the result is a decorator.
-        graph: as for `flax.nnx.jit`, if that has it.
+        graph: as for `flax.nnx.jit`, if this version of flax has it.
         graph_updates: likewise.
         **options: the arguments of `jhost.jit`.  As for `flax.nnx.jit`, `in_shardings`
             and `out_shardings` may have a `flax.nnx.StateSharding` in the place of a
             module.
 
     Returns:
-        A function like that of `flax.nnx.jit`, with `lower`, `trace` and `eval_shape`.
-        `jhost.explain` takes it, too.  It takes and returns arrays of the same shapes
-        and dtypes as `f`.
+        A function like the result of `flax.nnx.jit`, with `lower`, `trace` and
+        `eval_shape`.  `jhost.explain` takes it, too.  It takes and returns arrays of
+        the same shapes and dtypes as `f`.
 
     Raises:
-        JhostError: as `jhost.jit`.
+        JhostError: as for `jhost.jit`.
 
     Example:
         >>> from flax import nnx

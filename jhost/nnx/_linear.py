@@ -56,7 +56,7 @@ class ColumnParallelLinear(nnx.Linear):
 class RowParallelLinear(nnx.Linear):
     """`flax.nnx.Linear` with its input features sharded over a mesh axis.
 
-    Each device has one term of each sum.  The terms are added up in chunks of the
+    Each device has one term of each sum.  The devices add up the terms in chunks of the
     sequence, the last dim but one, while the matmul works on other chunks.  It takes
     floats of shape `(..., sequence, in_features)`, and returns floats of shape `(...,
     sequence, out_features)` and of the dtype of `nnx.Linear`.

@@ -68,10 +68,11 @@ class ParallelMLP(nnx.Module):
 class ParallelSwiGLU(nnx.Module):
     """The gated feed-forward block of Llama, with sharded hidden features.
 
-    Without jhost it is `down(silu(gate(x)) * up(x))` of three `nnx.Linear`, which draw
-    their parameters in that order: gate, up, down.  Formula: Shazeer, "GLU Variants
-    Improve Transformer", https://arxiv.org/abs/2002.05202, equation 6.  It takes and
-    returns floats of shape `(..., sequence, features)`, in the dtype of `nnx.Linear`.
+    Without jhost it is `down(silu(gate(x)) * up(x))` with three `nnx.Linear`.  It draws
+    the parameters of `gate` first, then those of `up`, then those of `down`.  Formula:
+    Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202,
+    equation 6.  It takes and returns floats of shape `(..., sequence, features)`, in
+    the dtype of `nnx.Linear`.
 
     Args:
         features: the features of operand and result.

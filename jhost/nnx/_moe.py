@@ -32,24 +32,24 @@ class MoE(nnx.Module):
     A router chooses `top_k` experts for each token, by the softmax of its logits in
     float32.  The result is the weighted sum of the experts' results, in float32 as
     well.  An expert is a gated MLP, `down(activation(gate(x)) * up(x))`, or a plain
-    one, `down(activation(up(x)))`.  Its matmuls are `jhost.ragged_dot` of the rows that
-    chose it.
+    one, `down(activation(up(x)))`.  Its matmuls are `jhost.ragged_dot` of the rows of
+    the tokens that chose it.
 
     A mesh axis shards the experts, and the sequence (the last dim but one) of the
     tokens.  Kernels stay where they are.  Each token goes to the devices of its experts
-    and back, by `jax.lax.ragged_all_to_all`, or by `jax.lax.all_to_all` of padded
-    blocks where XLA lacks the former, as on CPUs.  With D devices, n experts and t
-    tokens on each, a device sends `t * top_k` rows.  All tokens may choose the experts
-    of one device, so each device has room for `D * t * min(top_k, n)` rows of the
-    features, and as many of the hidden features.
+    and back, by `jax.lax.ragged_all_to_all`.  If XLA does not have it, as on CPUs, the
+    token goes by `jax.lax.all_to_all` of padded blocks.  If there are D devices, each
+    with n experts and t tokens, a device sends `t * top_k` rows.  All tokens may choose
+    the experts of one device, so each device has room for `D * t * min(top_k, n)` rows
+    of the features, and for the same number of rows of the hidden features.
 
-    The mesh is the mesh of `jax.set_mesh` when the layer is called or, if there is
-    none, when it is made.  Without a mesh the layer computes the same, and `jhost.jit`
-    moves all tokens or all kernels, whichever are fewer bytes.
+    The mesh is the mesh of `jax.set_mesh` when the layer is called or, if there is no
+    mesh then, when it is made.  Without a mesh the layer computes the same, and
+    `jhost.jit` moves all tokens or all kernels, whichever have fewer bytes.
 
-    It takes and returns floats of shape `(..., sequence, features)`.  The dtype of the
-    result is the operand's promoted with `dtype`, or with the parameters' if `dtype` is
-    None.
+    It takes and returns floats of shape `(..., sequence, features)`.  The result has
+    the promoted dtype of the operand and `dtype`, or of the operand and the parameters
+    if `dtype` is None.
 
     Args:
         features: the features of operand and result.
@@ -60,8 +60,9 @@ class MoE(nnx.Module):
         activation: an elementwise function of floats of shape `(rows,
             hidden_features)`.
         normalize: whether the weights of a token's experts are divided by their sum.
-        mesh_axis: the mesh axis that shards the experts, and tokens by the sequence.
-        batch_axes: other mesh axes that shard the tokens, by the first dim.
+        mesh_axis: the mesh axis that shards the experts, and the sequence of the
+            tokens.
+        batch_axes: other mesh axes, which shard the first dim of the tokens.
         dtype: the dtype in which experts compute; None for the promoted dtype of `x`
             and kernels.
         param_dtype: the dtype of the kernels.  The router has float32, or float64 if
@@ -137,12 +138,12 @@ class MoE(nnx.Module):
             x: floats of shape `(..., sequence, features)`.
 
         Returns:
-            Floats of the same shape, of the dtype to which that of `x` promotes with
-            `dtype`, or with the parameters' without it.
+            Floats of the same shape, of the promoted dtype of `x` and `dtype`, or of
+            `x` and the parameters if `dtype` is None.
 
         Raises:
             DivisibilityError: the mesh axes do not divide the tokens.
-            DimError: there is no sequence to be sharded.
+            DimError: `x` has no sequence.
         """
         weights, chosen = lax.top_k(self._probabilities(x), self.top_k)
         if self.normalize:
@@ -164,7 +165,7 @@ class MoE(nnx.Module):
         return mapped(x, chosen, weights, kernels)
 
     def load_balance(self, x: jax.Array) -> jax.Array:
-        """How unevenly tokens choose experts: a loss that you add to the model's loss.
+        """Returns how unevenly tokens choose experts, to be added to the model's loss.
 
         It is 1 if all experts are chosen equally often, and at most `num_experts`.
         Formula: Fedus, Zoph and Shazeer, "Switch Transformers",

@@ -31,7 +31,7 @@ class Note:
 
 @node
 class LayoutReport:
-    """A value that changes its layout, and why it had to or was chosen to.
+    """A value that changes its layout, and why.
 
     `bytes` is what each device receives; a later pass may find a cheaper way.
     """
@@ -158,8 +158,8 @@ class ReplicationReport:
 class Prediction:
     """What one run of a program takes on each device, in seconds.
 
-    `total` is at least `compute` and `host`; what is over `compute` is communication
-    that nothing hides.
+    `total` is at least `compute` and `host`; the part of `total` above
+    `compute` is exposed communication.
     """
 
     total: float = 0.0

@@ -52,7 +52,7 @@ class OverlapReport:
         device_kind: JAX's name for the devices.
         devices: the times of each device.
         mean: the mean of the devices.
-        predicted: the times that the cost model expects; None if it knows no rates.
+        predicted: the times that the cost model predicts; None if it knows no rates.
         statements: the Host IR statements that took time.
         timeline: every span of the call, and the times of the other calls.
     """
@@ -81,7 +81,7 @@ class OverlapReport:
         return "\n".join(_lines(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as numbers, texts and lists, for JSON.
+        """Returns everything as numbers, texts and lists, for JSON.
 
         Example:
             >>> import json
@@ -103,13 +103,13 @@ class OverlapReport:
     def save(
         self, path: str | os.PathLike[str], *, devices: Sequence[int] | None = None
     ) -> None:
-        """Writes the report to a file; the ending of its name says in which form.
+        """Writes the report to a file, in the form that the ending of its name says.
 
         Args:
-            path: ends in `.png` or `.svg` for a picture with a lane for each queue, in
-                `.html` for a page with the picture (if matplotlib is installed) and the
-                tables as bars, or in `.json` for a trace that https://ui.perfetto.dev
-                opens.
+            path: a file name.  `.png` and `.svg` are pictures with a lane for each
+                queue.  `.html` is a page with the picture (if matplotlib is installed)
+                and the tables as bars.  `.json` is a trace that
+                https://ui.perfetto.dev opens.
             devices: the numbers of the devices in the timeline; all by default.
 
         Raises:

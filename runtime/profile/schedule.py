@@ -27,13 +27,13 @@ class ScheduledCommunication:
         operation: JAX's name of the operation that it comes from.
         kind: the kind of communication, as in the Host IR.
         computation: the body of the loop, branch or call around it, or "".
-        bytes: the bytes that each device receives, in a loop in one iteration.
+        bytes: the bytes that each device receives; in a loop, those of one iteration.
         values: how many values it moves; above 1 if XLA combined communications.
         asynchronous: whether other work can run beside it.
         matmuls: the names of the matmuls beside it.
         others: the names of the other kernels beside it.
-        stream: the number of its queue, which XLA calls a stream; None if it is not
-            known (JAX before 0.12), or it is not asynchronous.
+        stream: the number of its queue, which XLA calls a stream; None if the number is
+            not known (JAX before 0.12), or the communication is not asynchronous.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Schedule:
 
     Attributes:
         communications: all communications, in the order in which they start.
-        matmuls: the names of all matmuls; one in the body of a loop is there once.
+        matmuls: the names of all matmuls; a matmul in the body of a loop is there once.
         others: the names of all other kernels.
     """
 

@@ -34,11 +34,12 @@ _HOW_TO_READ = """\
 ### Whole steps
 
 A whole step has an embedding, layers, output weights, a loss, clipping, AdamW and
-donation. *jit / arm* is the time of `jit` divided by the time of the arm, first of
-minima, then of medians, and *tuned / arm* the same for `tuned`. An arm is *right* if
-its first losses and moments equal those of `jit`. `fsdp2` (PyTorch) ran before the
-others, in processes of its own.
-[What the arms are](../benchmarks/README.md#a-users-whole-training-step).
+donation. *jit / arm* is the time of `jit`, divided by the time of the arm: the first
+number has the minima, the second the medians. *tuned / arm* is the same for `tuned`. An
+arm is *right* if its first losses and moments equal those of `jit`. `fsdp2` (PyTorch)
+ran before the others, in processes of its own.
+[A user's whole training step](../benchmarks/README.md#a-users-whole-training-step)
+says what the arms are.
 """
 
 
