@@ -94,8 +94,8 @@ def test_memory_does_not_grow_with_chunks_of_keys(
         memory: Any = compiled(built, mesh, overlap_options(mesh)).memory_analysis()
         return memory.temp_size_in_bytes
 
-    # Of arrays: more chunks have some sixty scalars more, each in its 256 bytes.
-    assert temporary(8) <= temporary(4) + 64 * 256
+    # Smaller blocks of keys are more, and one more stands beside those under way.
+    assert temporary(8) <= 1.05 * temporary(4)
 
 
 @pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
