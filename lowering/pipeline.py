@@ -120,8 +120,11 @@ def passes(
         ScheduleLoops(),
     )
     loops = (ConvertToCommunications(), *loops)
+    # Late work takes long to weigh, and gains less than streams do.
+    cycles = ChooseCycles(transfers, moves_work=False)
+    tried = (cycles if isinstance(each, ChooseCycles) else each for each in loops)
     choice = ChoosePipelines(
-        following=(*layouts, *loops),
+        following=(*layouts, *tried),
         settings=settings,
         rates=rates,
         device_kind=device_kind,
