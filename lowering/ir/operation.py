@@ -77,7 +77,7 @@ class Operation:
         return _induced(self.results[result], assignment), partial
 
     def forwarded(self, rest: Layout) -> Layout:
-        """The layout of the operand of a forwarding operation whose result rests so."""
+        """The layout of a forwarding operation's operand; the result's is `rest`."""
         spread = list(nowhere(self))
         for dim, axes in zip(self.results[0], rest, strict=True):
             if dim is not None:

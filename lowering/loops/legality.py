@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -27,11 +27,17 @@ DEFAULT_CHUNKS = 4
 class Pipelining:
     """What a stream gets.
 
-    Nothing is open in its `spec`.  A p2p pipeline moves its chunks along the mesh axes
-    `axes`, and in some loops `across` others as well (see `skewed.py`).  A pipeline
-    that was asked for `by_name` stands even where nothing runs beside the transfers.
-    `beside` has the numbers of the contractions over all chunks that stand beside
-    transfers.  `fewer` says so where there are fewer chunks than the user asked for.
+    Attributes:
+        spec: the pipeline, with nothing left open.
+        reason: why it was chosen.
+        participations: the nodes that work in chunks, by number.
+        axes: the mesh axes along which a p2p pipeline moves its chunks.
+        across: other axes along which some of its loops also move them (`skewed.py`).
+        by_name: whether the user named the pipeline.  It is then kept even where
+            nothing runs beside its transfers.
+        beside: the numbers of the contractions over all chunks that stand beside
+            transfers.
+        fewer: what to say if there are fewer chunks than the user asked for.
     """
 
     spec: PipelineSpec
@@ -57,7 +63,7 @@ class Pipelining:
         return (self.axes, self.across) if self.across else (self.axes,)
 
     def owners(self, mesh: Mapping[str, int]) -> int:
-        """The chunks of a p2p pipeline where each is one piece."""
+        """The chunks of a p2p pipeline that cuts no shard into pieces."""
         return _owners(self.ways, mesh)
 
 
@@ -159,7 +165,7 @@ def _p2p(
     """One chunk for each device, or several equal pieces of it, as the count asks."""
     if math.prod(mesh.values()) == 1:
         return off("there is one device, and nothing moves")
-    ways = _ways(mark, graph, parts, mesh)
+    ways, kept = _ways(mark, graph, parts, mesh)
     axes = tuple(itertools.chain(*ways))
     devices = _owners(ways, mesh)
     asked = mark.spec
@@ -173,7 +179,6 @@ def _p2p(
             [f"axis={mark.dim} at {mark.where}"],
         )
     _check_count(mark, count, extent, devices)
-    kept = _moving(ways, graph, parts, mesh)
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
     # The contractions over all chunks then stand elsewhere: behind the loop, or beside
     # its transfers.
@@ -218,7 +223,7 @@ _Ways: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def _owners(ways: _Ways, mesh: Mapping[str, int]) -> int:
-    """The chunks of which each device owns whole ones, along each of the groups."""
+    """The fewest chunks that cut the shards along each group evenly."""
     return math.lcm(*(axes_size(axes, mesh) for axes in ways))
 
 
@@ -228,12 +233,12 @@ def _moves(
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> dict[int, tuple[str, ...]]:
-    """The communications that move the streamed dim's shards so, with their axes."""
+    """The communications that move shards of the streamed dim, with their axes."""
     moves: dict[int, tuple[str, ...]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt
         if isinstance(stmt, Communicate) and part.ratio != 1 and stmt.axes in ways:
-            # With more groups a shard has several stretches, and a chunk is in each.
+            # With more groups, a shard has several stretches and each has every chunk.
             whole = max(part.reads[0].groups, part.writes[0].groups)
             if whole == _owners(ways, mesh):
                 moves[number] = stmt.axes
@@ -245,26 +250,26 @@ def _ways(
     graph: Sequence[Node],
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
-) -> _Ways:
-    """The group of mesh axes along which most moves go, or two of them.
+) -> tuple[_Ways, dict[int, Participation]]:
+    """The group of mesh axes along which most moves go, or two, and what moves so.
 
-    In a loop along one group device r has one device's chunk at a step.  In a loop
-    along two it follows both ranks: see `skewed.py`.
+    In a loop along one group, the chunk of a step follows the device's rank there.  In
+    a loop along two, the chunk follows both ranks: see `skewed.py`.
     """
     stmts = (graph[number].stmt for number in parts)
     every = dict.fromkeys(s.axes for s in stmts if isinstance(s, Communicate))
     pairs = [p for p in itertools.combinations(every, 2) if not set(p[0]) & set(p[1])]
-    found: _Ways | None = None
+    found: tuple[_Ways, dict[int, Participation]] | None = None
     most = 0, 0
     for ways in (*((axes,) for axes in every), *pairs):
         moves = _moves(ways, graph, parts, mesh)
         if set(moves.values()) != {*ways}:
             continue
-        kept = _moving(ways, graph, parts, mesh)
+        kept = _moving(ways, moves, graph, parts, mesh)
         works = sum(isinstance(graph[n].stmt, Compute) for n in kept)
-        # A second group is of use only beside work that the first has as well.
+        # A second group must not take work out of the loop.
         if len(moves) > most[0] and (len(ways) == 1 or works >= most[1]):
-            found, most = ways, (len(moves), works)
+            found, most = (ways, kept), (len(moves), works)
     if found is None:
         raise errors.PipelineError(
             "A p2p pipeline hands the shards of a dim from device to device. Shard the "
@@ -280,13 +285,13 @@ def _ways(
 
 def _moving(
     ways: _Ways,
+    moves: Container[int],
     graph: Sequence[Node],
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> dict[int, Participation]:
-    """What moves with the loop; all else stands before it or behind it."""
-    moves, axes = _moves(ways, graph, parts, mesh), {*itertools.chain(*ways)}
-    chunks = _owners(ways, mesh)
+    """The nodes that move with the loop; others stand before it or behind it."""
+    axes, chunks = {*itertools.chain(*ways)}, _owners(ways, mesh)
     return {
         number: part
         for number, part in parts.items()

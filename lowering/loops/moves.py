@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 
@@ -57,9 +58,8 @@ class MovingLoop(ChunkLoop):
         size = chunk_size(self.extent, self.steps, self.piece)
         extent, grain = self.extent, math.gcd(self.steps, self.extent)
         if groups > 1:
-            # The dim is whole here: the place of the shard in it comes first.
-            owner = self.rank if self.own else (self.rank + self.step) % self.devices
-            start = owner * self.extent + start
+            # The dim is whole on the device, so the shard's place in it comes first.
+            start = self.rank_after(self.axes, self.step) * self.extent + start
             extent *= self.devices
         return DimChunk(start, size, self.steps, extent, grain=grain)
 
@@ -101,11 +101,11 @@ class MovingLoop(ChunkLoop):
             self.move(stmt, out, source, self.to_owner(stmt))
 
     def to_owner(self, stmt: ir.Communicate) -> Index:
-        """How many devices further on the owner of the chunk at hand is."""
+        """How many ranks the owner of the current chunk is behind this device."""
         return self.step
 
     def from_owner(self, stmt: ir.Communicate) -> Index:
-        """How many devices further on the one is that works on this device's shard."""
+        """How many ranks the device that works on this one's shard is behind it."""
         return axes_size(stmt.axes, self.spec.mesh) - self.to_owner(stmt)
 
     def collective(
@@ -119,28 +119,26 @@ class MovingLoop(ChunkLoop):
     def move(
         self, stmt: ir.Communicate, out: ir.Buffer, source: ir.Buffer, shift: Index
     ) -> None:
-        """Every device sends to the one `shift` further on; its own chunk stays."""
+        """Append a send to the device `shift` further on; an own chunk is copied."""
         if self.own:
             self.body.append(ir.Set(out=out, source=source))
             return
         move = permute(source, out, stmt.axes, shift, self.spec.names)
         self.body.extend((move, ir.Wait(communication=move.name)))
 
-    def rank_after(self, stmt: ir.Communicate, shift: Index) -> Index:
-        """The rank of the device `shift` further on; its own, about its own chunk."""
-        rank = linear_rank(stmt.axes, self.spec.mesh)
-        if self.own:
-            return rank
-        return (rank + shift) % axes_size(stmt.axes, self.spec.mesh)
+    def rank_after(self, axes: Sequence[str], shift: Index) -> Index:
+        """The rank of the device `shift` further on; for an own chunk the device's."""
+        rank = linear_rank(axes, self.spec.mesh)
+        return rank if self.own else (rank + shift) % axes_size(axes, self.spec.mesh)
 
     def part_of_other(
         self, stmt: ir.Communicate, whole: ir.Buffer, dim: int | None, like: ir.Buffer
     ) -> ir.Buffer:
-        """An alias of what the one that works on our chunk has of `dim` in `like`."""
+        """An alias for the part of `dim` of the device that works on this shard."""
         assert dim is not None
         size = like.shape[dim]
         # Device r - k works on r's chunk at step k, so the part is that device's.
-        start = self.rank_after(stmt, self.from_owner(stmt)) * size
+        start = self.rank_after(stmt.axes, self.from_owner(stmt)) * size
         part = part_of(whole, dim, start, size, self.spec.names, like=like)
         self.body.append(part)
         return part.out

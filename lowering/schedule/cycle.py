@@ -67,9 +67,12 @@ class Early:
 class Late:
     """A sum or a product that is made an iteration late, with what is made of it.
 
-    The body carries its `terms`.  A sum stands at the start of the next iteration, and
-    a product `beside` a transfer of that, `before` what reads it.  `little` is whether
-    some work stands behind a sum's terms in their own iteration.
+    Attributes:
+        stmts: the sum or the product, and the statements that read its result.
+        terms: its operands, which the body carries.
+        little: whether some work stands behind a sum's terms in their own iteration.
+        beside: the transfer that a product stands beside; a sum stands first instead.
+        before: the reader of that transfer, which the product stands before.
     """
 
     stmts: tuple[ir.Stmt, ...]
@@ -80,7 +83,7 @@ class Late:
 
     @property
     def out(self) -> ir.Buffer:
-        """What the sum or the product gives."""
+        """The result of the sum or the product."""
         first = self.stmts[0]
         assert isinstance(first, ir.Communicate | ir.Compute)
         return first.out if isinstance(first, ir.Communicate) else first.outs[0]
@@ -117,7 +120,7 @@ class Cycle:
 
     @property
     def stmts(self) -> list[ir.Communicate]:
-        """The transfers that it is for: those that it moves, and stands work beside."""
+        """The transfers that it moves, and those that it moves work beside."""
         sums = (stmt for each in self.late for stmt in each.transfers)
         return [*(each.stmt for each in self.early), *sums, *self.beside_work]
 

@@ -1,13 +1,13 @@
-"""Products that are computed an iteration late, beside what is exposed there.
+"""Products that are computed an iteration late, beside exposed transfers.
 
-The gradient of a layer's weight is read by the optimizer alone.  In a scan nothing
-waits for it, and it may be computed while the next layer waits for a transfer.  That is
-for transfers that depend on the iteration before, such as of activations over tp: no
-other iteration can make those.  It is the idea of zero bubbles inside of a scan (Qi,
+Only the optimizer reads the gradient of a layer's weight.  No iteration of a scan waits
+for it, so it may be computed while the next layer waits for a transfer.  Such a
+transfer depends on the iteration before, as that of activations over tp does, and
+cannot move to another iteration.  This is the idea of zero bubbles inside a scan (Qi,
 Wan, Huang and Lin 2023, "Zero Bubble Pipeline Parallelism").
 
-A product is late with all that is made of it, such as its sum over devices.  The body
-carries its operands, unless they are slices, which are read again.
+A late product takes the statements along that read it, such as its sum over devices.
+The body carries its operands.  It reads slices of the scan's own operands again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jhost.lowering.schedule.intervals import GATHERING
 _SUMS = ("ReduceScatter", "AllReduce")
 
 _CARRIED = 2
-"""How many times the largest exposed transfer those operands are that are carried."""
+"""Carried operands take at most so many times the largest exposed transfer's bytes."""
 
 
 def late_work(found: MovableTransfers) -> list[Late]:
@@ -36,7 +36,7 @@ def late_work(found: MovableTransfers) -> list[Late]:
 class _FreeProducts:
     """The products of a body that nothing in it waits for.
 
-    `behind` has the blocks that are made of each, by its number.
+    `behind` has, by a product's number, the blocks that are made of it.
     """
 
     def __init__(self, found: MovableTransfers) -> None:
