@@ -387,5 +387,5 @@ def test_a_scale_is_a_number() -> None:
     def scaled(scale: Any) -> jax.Array:
         return jhost.dot_product_attention(query, key, value, scale=scale)
 
-    with pytest.raises(errors.ArgumentError, match="Multiply the query"):
+    with pytest.raises(errors.ArgumentError, match="multiply the query"):
         jax.jit(scaled)(2.0)
