@@ -16,7 +16,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Set as AbstractSet,
 )
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -133,10 +132,10 @@ def _handed_on(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[JaxprEqn, Var]]:
 
 
 def _title_of(eqn: JaxprEqn, names: ValueNames) -> str:
-    """An equation's title; of a mark or a copy that of the value that it hands on."""
-    if eqn.primitive.name not in IDENTITIES or not isinstance(eqn.invars[0], Var):
+    """An equation's title; marks, copies and casts have the title of their operand."""
+    if eqn.primitive.name not in _SAME_VALUE or not isinstance(eqn.invars[0], Var):
         return title(eqn)
-    return names.titles[eqn.invars[0]]
+    return names.titles.get(eqn.invars[0], title(eqn))
 
 
 def described(eqn: JaxprEqn) -> str:
@@ -195,13 +194,24 @@ def _sizes(var: Var) -> list[int]:
 
 
 def title(eqn: JaxprEqn) -> str:
-    """An equation by its primitive and line, as `dot_general at model.py:12`."""
+    """An equation by primitive and place, as ``exp in `softmax(x)` at model.py:12``."""
     position, primitive = user_position(eqn), eqn.primitive.name
     name = _PLAIN.get(primitive, primitive)
-    return name if position is None else f"{name} at {_place(position)}"
+    if position is None:
+        return name
+    if text := expression(position):
+        gradient = "the gradient of " if is_transposed(eqn) else ""
+        name = f"{name} in {gradient}`{text}`"
+    return f"{name} at {_place(position)}"
 
 
-_PLAIN = {"dot_general": "a matmul"}
+_PLAIN = {
+    "add_any": "a sum of gradients",
+    "broadcast_in_dim": "a broadcast",
+    "convert_element_type": "a cast",
+    "dot_general": "a matmul",
+    "reduce_sum": "a sum",
+}
 
 
 def _place(position: Position) -> str:
@@ -212,13 +222,22 @@ _LONGEST = 40
 
 
 def expression(position: Position) -> str:
-    """The text of the expression there, if it is a short one on one line."""
-    first, last, start, end = position.span
+    """The text of the expression there, `function(...)` for a long call, or nothing."""
     lines = linecache.getlines(position.file)
-    if first != last or position.span not in _parsed("".join(lines)).expressions:
+    node = _parsed("".join(lines)).expressions.get(position.span)
+    if node is None:
         return ""
+    if not (text := _short(node, lines)) and isinstance(node, ast.Call):
+        text = _short(node.func, lines)
+        return f"{text}(...)" if text else ""
+    return text
+
+
+def _short(node: ast.expr, lines: Sequence[str]) -> str:
+    """The text of an expression that is a short one on one line."""
+    first, last, start, end = _span(node)
     # Columns count bytes.
-    text = lines[first - 1].encode()[start:end].decode()
+    text = lines[first - 1].encode()[start:end].decode() if first == last else ""
     return text if len(text) <= _LONGEST else ""
 
 
@@ -232,7 +251,7 @@ class _Parsed(NamedTuple):
     """The variables of a module by what is assigned to them, and its expressions."""
 
     assigned: Mapping[SourceSpan, str]
-    expressions: AbstractSet[SourceSpan]
+    expressions: Mapping[SourceSpan, ast.expr]
 
 
 @functools.lru_cache(maxsize=64)
@@ -240,13 +259,13 @@ def _parsed(text: str) -> _Parsed:
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError):  # a notebook's magic, or no Python
-        return _Parsed({}, frozenset())
+        return _Parsed({}, {})
     variables = {
         _span(value): ast.unparse(target)
         for target, value in itertools.chain.from_iterable(map(_pairs, nodes))
         if isinstance(target, ast.Name | ast.Attribute)
     }
-    return _Parsed(variables, {_span(n) for n in nodes if isinstance(n, ast.expr)})
+    return _Parsed(variables, {_span(n): n for n in nodes if isinstance(n, ast.expr)})
 
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | ast.stmt]]:

@@ -40,11 +40,37 @@ def test_a_variable_is_what_is_assigned_as_a_whole() -> None:
     assert names_of(nested) == wanted
 
 
-def test_a_long_expression_is_called_by_its_primitive() -> None:
+def test_a_long_call_is_called_by_its_function() -> None:
     def long(x: Any) -> Any:
         return jnp.cos(jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0 + x)
 
-    assert names_of(long)[-1] == f"cos at {FILE}"
+    assert names_of(long)[-1] == f"`jnp.cos(...)` at {FILE}"
+
+
+def test_another_long_expression_is_called_by_its_primitive() -> None:
+    def long(x: Any) -> Any:
+        return jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0 + jnp.cos(x)
+
+    assert names_of(long)[-1] == f"add at {FILE}"
+
+
+def test_what_a_call_makes_on_the_way_is_called_by_primitive_and_call() -> None:
+    def attend(x: Any) -> Any:
+        weights = jax.nn.softmax(x)
+        return weights
+
+    *before, last = names_of(attend)
+    assert last == "weights"
+    assert f"exp in `jax.nn.softmax(x)` at {FILE}" in before
+    assert f"a sum in `jax.nn.softmax(x)` at {FILE}" in before
+
+
+def test_a_cast_inside_a_call_is_called_as_its_operand() -> None:
+    def mean(x: Any) -> Any:
+        return jnp.mean(jnp.bfloat16(jnp.sin(x)))  # in float32
+
+    _, narrow, wide, *_ = names_of(mean)
+    assert narrow == wide == f"`jnp.bfloat16(jnp.sin(x))` at {FILE}"
 
 
 def test_what_is_cast_or_reshaped_keeps_its_name() -> None:
@@ -146,7 +172,7 @@ def test_one_variable_for_several_results_names_none() -> None:
         values, places = jax.lax.top_k(x, 2)
         return values, places
 
-    assert names_of(unpacked) == [f"top_k at {FILE}"] * 2
+    assert names_of(unpacked) == [f"top_k in `jax.lax.top_k(x, 2)` at {FILE}"] * 2
 
 
 def test_of_what_a_call_makes_the_last_is_its_value() -> None:
@@ -166,7 +192,7 @@ def test_programs_of_cotangents_have_no_variables() -> None:
         return y
 
     assert names_of(fun, "alone") == ["y"]
-    assert names_of(fun, "none") == [f"sin at {FILE}"]
+    assert names_of(fun, "none") == [f"sin in `jnp.sin(x)` at {FILE}"]
 
 
 @pytest.mark.parametrize("text", ["", "%magic\ny = x * 2\n", "y = x * 2\n"])
