@@ -122,9 +122,9 @@ def _check_is_early() -> None:
 
 
 def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
-    advice = one_gpu_each(os.environ)
-    if advice and local_device_ids is None and is_first(os.environ):
-        warnings.warn(f"{advice}.", stacklevel=3)
+    slow = one_gpu_each(os.environ)
+    if slow and local_device_ids is None and is_first(os.environ):
+        warnings.warn(f"{slow.what}; {slow.change}.", stacklevel=3)
 
 
 def _share_calibrations() -> None:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class SlowLaunch(NamedTuple):
+    """What is slow about how processes were started, and what to do about it."""
+
+    what: str
+    change: str
 
 
 def alone_on_its_host(environment: Mapping[str, str]) -> bool:
@@ -15,25 +23,26 @@ def alone_on_its_host(environment: Mapping[str, str]) -> bool:
     return _processes_on_a_host(environment) == {1}
 
 
-def one_gpu_each(environment: Mapping[str, str]) -> str:
-    """What to change if each GPU of a host got a process of its own; "" otherwise.
+def one_gpu_each(environment: Mapping[str, str]) -> SlowLaunch | None:
+    """What to change if each GPU of a host got a process of its own.
 
     Loops over chunks gain nothing there: between processes chunks are not hidden.
     """
     most = max(_processes_on_a_host(environment), default=1)
     gpus = _gpus_on_a_host(environment)
     if "JAX_LOCAL_DEVICE_IDS" in environment or most == 1 or gpus < 2:
-        return ""
+        return None
     change = (
         f"#SBATCH --ntasks-per-node=1 (now {most}), with --gpus-per-node={gpus} "
         "and the CPUs of all tasks in --cpus-per-task"
         if "SLURM_STEP_TASKS_PER_NODE" in environment
         else "mpirun --map-by ppr:1:node"
     )
-    return (
+    return SlowLaunch(
         f"{most} processes were started on a host with {gpus} GPUs, one GPU each, so "
         f"jhost chooses no pipeline, and nothing hides activations that move between "
-        f"these GPUs. Start one process for each host: {change}"
+        f"these GPUs",
+        f"start one process for each host: {change}",
     )
 
 

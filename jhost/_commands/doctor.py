@@ -169,9 +169,8 @@ def _on_cpu(report: Report) -> None:
 
 def _launch(report: Report) -> None:
     """How the processes of a job were started, where this is one of them."""
-    if advice := one_gpu_each(os.environ):
-        what, change = advice.split(". ", 1)
-        report.problems.append(Problem(what, change[0].lower() + change[1:]))
+    if slow := one_gpu_each(os.environ):
+        report.problems.append(Problem(*slow))
 
 
 # --- Pipelines ------------------------------------------------------------------ #
