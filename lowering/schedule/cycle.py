@@ -10,6 +10,8 @@ moves both to other iterations:
   carries its terms.
 - So is a product that no iteration reads, beside a transfer that depends on the
   iteration before and has nothing else beside it (`late_work.py`).
+- What is late goes into stacks, or into a carried sum that nothing else reads: the next
+  iteration then adds to the sum of the iterations before it, in the same order.
 
 A cycle makes no transfer that is not needed.  The last iteration gathers for no other,
 so it stands behind the scan.  The first iteration has no earlier sum to make, so it
@@ -179,6 +181,7 @@ class MovableTransfers:
         self.blocks = StatementBlocks(loop.body)
         self.constant, self.sliced = _names(consts), _names(xs)
         self.ends, self.stacked = _names(ends), _names(ys)
+        self.end_of = {p.name: end.name for p, end in zip(carry, ends, strict=True)}
         self.counted = self._counted(carry, [end.name for end in ends])
 
     def exposed(self) -> list[ir.Communicate]:
@@ -192,7 +195,8 @@ class MovableTransfers:
         An earlier iteration makes their source, or the next one needs their result.
         """
         gathers = [s for _, s in self.first_gathers() if self.before(s) is None]
-        return gathers + [s for n, s, _ in self.last_sums() if self.goes_on(n, s)]
+        sums = ((n, s) for n, s, _ in self.last_sums() if self.goes_on(n, s))
+        return gathers + [s for n, s in sums if self.made_of(n, {s.out.name}) is None]
 
     def early(self) -> Iterator[Early]:
         """The gathers for the first work whose sources are known an iteration early.
@@ -275,7 +279,7 @@ class MovableTransfers:
         return self.ends | self.stacked
 
     def late(self) -> Iterator[Late]:
-        """The sums that go into stacks only, with little work behind their terms."""
+        """The sums that no iteration reads, with little work behind their terms."""
         for number, stmt, behind in self.last_sums():
             if (made_of := self.made_of(number, {stmt.out.name})) is not None:
                 made = self.stmts_of(made_of)
@@ -299,9 +303,10 @@ class MovableTransfers:
         """The blocks behind one that are made of what it `made`, if all may be late.
 
         They are cheap, or transfers that are `moving`; they read nothing else that an
-        iteration makes, and what they make goes into stacks alone.
+        iteration makes, and what they make goes into stacks and carried sums alone.
         """
         made, sent, behind = {*made}, set[str](), list[int]()
+        known = self.constant | self.end_of.keys()
         for later, block in enumerate(self.blocks.all[number + 1 :], number + 1):
             name = communication_of(block.stmt)
             if isinstance(block.stmt, ir.Wait):
@@ -309,13 +314,25 @@ class MovableTransfers:
             if made.isdisjoint(block.reads):
                 continue
             can_wait = block.can_wait or name in moving
-            if not can_wait or not block.reads <= made | self.constant:
+            if not can_wait or not block.reads <= made | known:
                 return None
             made |= block.writes
             sent |= {name} if name else set()
             behind.append(later)
-        goes_on = not made.isdisjoint(self.ends) or made.isdisjoint(self.stacked)
-        return None if goes_on else behind
+        leaves = not made.isdisjoint(self.left)
+        return behind if leaves and self.is_late(made, behind) else None
+
+    def is_late(self, made: Set[str], behind: Sequence[int]) -> bool:
+        """Whether blocks read a carried value just where they make its next value.
+
+        Nothing else reads such a value, so it may be an iteration behind the others.
+        """
+        late = {name for name, end in self.end_of.items() if end in made}
+        every = range(len(self.blocks.all))
+        inside = set[str]().union(*(self.blocks.all[n].reads for n in behind))
+        others = (self.blocks.all[n].reads for n in every if n not in behind)
+        read = self.left.union(*others)
+        return late.isdisjoint(read) and inside & self.end_of.keys() <= late
 
     def stmts_of(self, numbers: Iterable[int]) -> list[ir.Stmt]:
         return [stmt for number in numbers for stmt in self.blocks.all[number].stmts]

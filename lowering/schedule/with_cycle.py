@@ -81,6 +81,9 @@ class _Writer:
         self.names, self.consts, self.stacks = names, dict(consts), dict(stacks)
         _, self.carried, self.sliced = scan_ins(scan, scan.body.params)
         self.ends, self.results = scan_outs(scan, scan.body.results)
+        late = (stmt for each in cycle.late for stmt in each.stmts)
+        self.late = {buffer.name for s in late for buffer in reads_writes(s)[1]}
+        """The names of what an iteration leaves to the next to make."""
         self.body: list[ir.Stmt] = []
         self.said: dict[str, str] = {}
         """What messages call the values that are written: as in the scan's body."""
@@ -229,8 +232,10 @@ class _Writer:
             if result.name in made:
                 stack, value = stacks[y.name], made[result.name]
                 stacks[y.name] = self.make.written(stack, value, count, 0)
+        ends = zip(self.ends, state.carry, strict=True)
         return _Carried(
-            tuple(made[end.name] for end in self.ends),
+            # What is late has been added to its carried sum already.
+            tuple(b if end.name in self.late else made[end.name] for end, b in ends),
             (),
             {name: made[name] for name in self.cycle.terms},
             stacks,
@@ -239,17 +244,21 @@ class _Writer:
     def made_late(
         self, late: Iterable[Late], state: _Carried, count: ir.Buffer
     ) -> _Carried:
-        """What the iteration before one left to be made, into their stacks."""
-        stacks = dict(state.stacks)
+        """What the iteration before left to be made, into stacks and carried sums."""
+        stacks, carry = dict(state.stacks), state.carry
         for each in late:
             slices = self.slices(_reads(each.stmts), count, -1)
-            known = {**self.consts, **slices, **state.terms}
-            made = self.add(each.stmts, known)
+            sums = {p.name: b for p, b in zip(self.carried, carry, strict=True)}
+            made = self.add(
+                each.stmts, {**self.consts, **slices, **sums, **state.terms}
+            )
+            ends = zip(self.ends, carry, strict=True)
+            carry = tuple(made.get(end.name, value) for end, value in ends)
             for result, y in zip(self.results, self.scan.ys, strict=True):
                 if result.name in made:
                     stack, value = stacks[y.name], made[result.name]
                     stacks[y.name] = self.make.written(stack, value, count, -1)
-        return dataclasses.replace(state, stacks=stacks)
+        return dataclasses.replace(state, carry=carry, stacks=stacks)
 
     # --- Statements ------------------------------------------------------------ #
 

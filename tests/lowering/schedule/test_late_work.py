@@ -113,6 +113,62 @@ def test_two_programs() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+SHARED = (P(None, "d"), P("d"))
+
+
+def of_shared_weights(weights: Any, x: jax.Array) -> jax.Array:
+    y, _ = lax.scan(lambda x, _: layer(x, weights), x, None, length=3)
+    return jnp.sum(y * y)
+
+
+def test_gradients_of_shared_weights_are_added_up_late() -> None:
+    args = (array(8, 16, seed=1), array(16, 8, seed=2)), array(4, 8)
+    how = settings(in_shardings=(SHARED, P("d")), out_shardings=(SHARED, P("d")))
+    assert notes(check(jax.grad(of_shared_weights, (0, 1)), *args, **how))
+
+
+def test_gradients_of_microbatches_are_added_up_late_in_their_order() -> None:
+    """Thirds are not exact, so another order of the sum would show."""
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        first, second = weights
+        y, _ = layer(layer(x, first)[0], second)
+        return jnp.sum(y * y)
+
+    def gradients(weights: Any, xs: jax.Array) -> Any:
+        def more(total: Any, x: jax.Array) -> Any:
+            made = jax.grad(loss)(weights, x)
+            return jax.tree.map(lambda t, g: t + g / 3, total, made), None
+
+        return lax.scan(more, jax.tree.map(jnp.zeros_like, weights), xs)[0]
+
+    first, second = ((array(8, 16, seed=n), array(16, 8, seed=n + 1)) for n in (1, 3))
+    specs = (SHARED, SHARED)
+    how = settings(in_shardings=(specs, P(None, "d")), out_shardings=specs)
+    assert notes(check(gradients, (first, second), array(5, 4, 8), **how))
+
+
+@pytest.mark.parametrize("read", ["by a stack", "by another sum", "by the next layer"])
+def test_a_sum_that_something_else_reads_is_not_late(read: str) -> None:
+    def f(weights: Any, x: jax.Array) -> Any:
+        zeros = tuple(jnp.zeros(w.shape[1:], w.dtype) for w in weights)
+
+        def one(state: Any, weights: Any) -> Any:
+            x, total, other = state
+            y, back = jax.vjp(lambda w: layer(x, w)[0], weights)
+            (gradients,) = back(y)
+            if read == "by the next layer":
+                y = y + total[0][:4, :8]
+            if read == "by another sum":
+                other = jax.tree.map(jnp.add, other, total)
+            stacked = total if read == "by a stack" else None
+            return (y, jax.tree.map(jnp.add, total, gradients), other), stacked
+
+        return lax.scan(one, (x, zeros, zeros), weights)
+
+    assert not notes(check(f, *operands(3), **settings(out_shardings=None)))
+
+
 def test_a_product_of_what_no_iteration_makes_is_late_without_operands() -> None:
     mesh = mesh_of(d=2)
     const, x, came = (buffer(f"{name}: i32[2@d, 4]") for name in ("c", "x", "y"))

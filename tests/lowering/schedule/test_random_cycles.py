@@ -51,10 +51,15 @@ class _Body:
         self.count = 0
         for each in given:
             self.values[kind_of(each)].append(each)
-        # As layers do it, with other steps between.
-        for step in (self.gather, self.product, self.outer, self.scatter, None):
-            for _ in range(draw(st.integers(0, 2))):
-                draw(st.sampled_from(self.steps()))()
+        # As layers do it, with other steps between: the rows, and what only leaves.
+        self.some_steps(self.gather, self.product)
+        self.rows = self.values["rows"][-1]
+        self.some_steps(self.outer, self.scatter)
+
+    def some_steps(self, *steps: Callable[[], None]) -> None:
+        for step in (*steps, None):
+            for _ in range(self.draw(st.integers(0, 2))):
+                self.draw(st.sampled_from(self.steps()))()
             if step is not None:
                 step()
 
@@ -73,6 +78,17 @@ class _Body:
         """What is stacked: of rows most often the last."""
         rows, whole = self.values["rows"], self.values["whole"]
         return self.draw(st.sampled_from([*rows[-1:] * 3, *rows, *whole]))
+
+    def next(self, param: Buffer, number: int) -> Buffer:
+        """What follows a carried value: rows of the layer, or often a sum."""
+        if not number and self.draw(st.booleans()):
+            return self.rows
+        others = self.values[kind_of(param)]
+        other = self.draw(st.sampled_from([*others[-1:] * len(others), *others]))
+        if self.draw(st.booleans()):
+            self.compute(lax.add, [param, other], kind_of(param))
+            return others[-1]
+        return other
 
     def new(self, kind: str) -> Buffer:
         self.count += 1
@@ -136,11 +152,14 @@ def scans(draw: st.DrawFn) -> Program:
         for name, every in (("c", consts), ("x", carried), ("w", sliced))
         for n, kind in enumerate(every)
     ]
-    body = _Body(draw, draw(st.permutations(own)))
-    ends = [draw(st.sampled_from(body.values[kind])) for kind in carried]
+    first, last = len(consts), len(consts) + len(carried)
+    given = draw(st.permutations(own))
+    if draw(st.booleans()):  # what moves first then depends on the iteration before
+        given = sorted(given, key=lambda each: each is own[first])
+    body = _Body(draw, given)
+    ends = [body.next(param, n) for n, param in enumerate(own[first:last])]
     stacked = [body.leaving() for _ in range(draw(st.sampled_from([1, 2, 3, 0])))]
     length = draw(st.sampled_from([3, 2, 4, 1, 0]))
-    first, last = len(consts), len(consts) + len(carried)
 
     def outside(name: str, values: Sequence[Buffer], stack: str = "") -> list[Buffer]:
         texts = (f"i32[{stack}{TYPES[kind_of(value)]}]" for value in values)
