@@ -99,6 +99,9 @@ def _piece(
     sent = {sender(d): min(each, part - size) for d, each in starts.items()}
     if alike:
         sent = dict.fromkeys(range(devices), start)
+    # What a device keeps is not cut out first: what reads it may cut it as it reads.
+    elif not distance and not mirrored:
+        size, sent = part, dict.fromkeys(range(devices), 0)
     placed = {d: place(d, sent[sender(d)]) for d in shared}
     # If windows are as far apart as parts are, pieces never overlap.  Devices that need
     # nothing then put the elements in the same place as others, and never read them:

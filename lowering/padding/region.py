@@ -64,7 +64,6 @@ class Operands:
         fixed: whether it can work on no other sizes.
         windows: the dims of each operand that are read in windows.  They take a dim as
             long as it is.
-        rigid: the factors that are reduced over windows.
     """
 
     reads: tuple[Buffer, ...]
@@ -76,7 +75,6 @@ class Operands:
     counted: frozenset[int]
     fixed: bool = False
     windows: tuple[frozenset[int], ...] = ()
-    rigid: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -165,8 +163,6 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
         counted=unit_eqn.rule.counted & spread,
         fixed=op.pinned is not None,
         windows=tuple(map(frozenset, windows)),
-        # Padding of the other factor would meet elements, which may be NaN.
-        rigid=frozenset(w.factor for w in op.windows if op.reducers[w.factor]),
     )
 
 
@@ -262,7 +258,7 @@ class _PaddingSpread:
         if lacking and (followed or op.reducers[factor] is None):
             return False  # a result that depends on all of it, or does beside others
         # Positions in the whole depend on its true size.
-        if op.fixed or factor in op.counted | op.rigid:
+        if op.fixed or factor in op.counted:
             return False
         # A merged dim grows by whole steps of its outer factor.
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
-from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.contract import rebind_product
 from jhost.lowering.rules.dim_rule import (
     DimRule,
@@ -20,7 +23,7 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reads import WindowReads
-from jhost.lowering.rules.reducers import Reducer, sum_of
+from jhost.lowering.rules.reducers import COMBINE, Reducer, sum_of
 from jhost.lowering.rules.windows import (
     is_whole,
     reading_dim,
@@ -76,7 +79,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
         maps.put(_LHS, 0, batch)
         maps.put(_OUT, 0, batch)
     spaces = [_space(maps, space) for space in range(len(maps.specs[_LHS]) - 2)]
-    made = maps.rule(_rebind(spaces, maps.specs[_LHS][2:], groups))
+    made = maps.rule(_rebind(maps, spaces, groups))
     return dataclasses.replace(made, counted=made.windowed)
 
 
@@ -136,20 +139,31 @@ def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
 
 
 def _rebind(
-    spaces: Sequence[FactorDim | None], dims: Sequence[int], groups: int | None
+    maps: _ConvolutionMaps, spaces: Sequence[FactorDim | None], groups: int | None
 ) -> Rebind:
-    by_dim = dict(zip(dims, spaces, strict=True))
+    dims = maps.specs[_LHS][2:], maps.specs[_RHS][2:]
+    by_dim = dict(zip(dims[_LHS], spaces, strict=True))
+    reducer = maps.reducer
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x, kernel), params = args, dict(eqn.params)
         padding, dilation = [*params["padding"]], [*params["lhs_dilation"]]
         x = without_padding(x, [by_dim.get(dim) for dim in range(x.ndim)], shard)
-        for space, (dim, mapped) in enumerate(zip(dims, spaces, strict=True)):
-            if not is_whole(mapped, shard):
-                assert mapped is not None
-                # Places outside of the dim are multiplied and summed too, so 0 there.
-                x = window_of(x, dim, mapped, shard, x.dtype.type(0))
-                padding[space], dilation[space] = (0, 0), 1
+        pairs = [(x, kernel)]
+        for space, (lhs, rhs, mapped) in enumerate(zip(*dims, spaces, strict=True)):
+            if is_whole(mapped, shard):
+                continue
+            assert mapped is not None
+            # Places outside of the dim are multiplied and summed too, so 0 there.
+            zero = x.dtype.type(0)
+            pairs = [(window_of(x, lhs, mapped, shard, zero), k) for x, k in pairs]
+            padding[space], dilation[space] = (0, 0), 1
+            if maps.factors.reducers[mapped.factor]:
+                pairs = [
+                    piece
+                    for x, k in pairs
+                    for piece in _full_or_empty(x, k, (lhs, rhs), mapped, shard)
+                ]
         if groups is not None:
             grouped = params["feature_group_count"] > 1
             name = "feature_group_count" if grouped else "batch_group_count"
@@ -157,6 +171,53 @@ def _rebind(
             # gets those of the part.
             params[name] = shard.size(groups)
         params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
-        return rebind_product(eqn.replace(params=params), [x, kernel], shard)
+        eqn = eqn.replace(params=params)
+        made = [rebind_product(eqn, pair, shard) for pair in pairs]
+        return [
+            functools.reduce(COMBINE[reducer], outs) for outs in zip(*made, strict=True)
+        ]
 
     return rebind
+
+
+def _full_or_empty(
+    x: Any, kernel: Any, dims: tuple[int, int], mapped: FactorDim, shard: Shard
+) -> list[tuple[Any, Any]]:
+    """Pieces of a kernel whose positions are summed over, and the places they read.
+
+    On each device a piece is all padding or has none.  In the first case the places are
+    0 too.  If a piece had both, its padding would meet elements of the array, which may
+    be NaN.
+    """
+    reads, count = mapped.reads, shard.size(mapped.factor)
+    assert reads is not None
+    parts, real = shard.parts(mapped.factor), reads.count
+    if count * parts == real:
+        return [(x, kernel)]
+    if parts == 1:
+        return [_piece(x, kernel, dims, reads, (0, real))]
+    start, split = first_step(shard, mapped.factor), real % count
+    pieces: list[tuple[Any, Any]] = []
+    for begin, end in ((0, split), (split, count)):
+        if begin == end:
+            continue
+        places, positions = _piece(x, kernel, dims, reads, (begin, end))
+        if (parts - 1) * count + end > real:
+            here = lax.broadcast(start + np.int32(end) <= np.int32(real), places.shape)
+            places = lax.select(here, places, lax.full_like(places, 0))
+        pieces.append((places, positions))
+    return pieces
+
+
+def _piece(
+    x: Any,
+    kernel: Any,
+    dims: tuple[int, int],
+    reads: WindowReads,
+    steps: tuple[int, int],
+) -> tuple[Any, Any]:
+    """Some steps of a kernel, and the places that they read."""
+    (lhs, rhs), (begin, end) = dims, steps
+    first = reads.stride * begin
+    x = lax.slice_in_dim(x, first, first + reads.reach(end - begin), axis=lhs)
+    return x, lax.slice_in_dim(kernel, begin, end, axis=rhs)

@@ -6,7 +6,8 @@ bring the elements of neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jhost._dtypes import bits
 from jhost._jax import define_primitive
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import DimRule, Shard, rule, shape_of
+from jhost.lowering.rules.row_of_pieces import plan_row
 from jhost.lowering.rules.windows import padded
 
 
@@ -30,8 +32,8 @@ def _edge(
 def _window(
     *pieces: jax.Array, dim: int, size: int, places: tuple[tuple[int, ...], ...]
 ) -> list[jax.Array]:
-    first = [at[0] for at in places]
-    return [_assembled(pieces, [at[:1] for at in places], first, dim, size)]
+    first = [at[:1] for at in places]
+    return [_assembled(pieces, first, lambda table: table[0], dim, size)]
 
 
 _FEW_PLACES = 3
@@ -65,7 +67,7 @@ def window(eqn: JaxprEqn) -> DimRule:
     dim, size, places = (eqn.params[name] for name in ("dim", "size", "places"))
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        here = [_here(at, shard) for at in places]
+        here = functools.partial(_here, shard=shard)
         return [_assembled(args, places, here, dim, size)]
 
     return _of_devices(eqn, len(places[0]), rebind)
@@ -98,31 +100,33 @@ def _slice_at(x: Any, start: Any, size: int, dim: int) -> Any:
 def _assembled(
     pieces: Sequence[Any],
     places: Sequence[Sequence[int]],
-    here: Sequence[Any],
+    here: Callable[[Sequence[int]], Any],
     dim: int,
     size: int,
 ) -> Any:
     """Pieces at their places, cut at the ends, with any values between them.
 
-    `places` has each piece's place on all devices, and `here` its place on this one.
+    `places` has each piece's place on all devices.  `here` takes a number for each
+    device, and gives the one of this device.
     """
+    lengths = [piece.shape[dim] for piece in pieces]
     # XLA:CPU (of JAX 0.12) ends the process where dtypes narrower than a byte are
     # concatenated.
     in_bytes = pieces[0].dtype == np.bool_ or bits(pieces[0].dtype) >= 8
-    firsts = [at[0] for at in places if len(set(at)) == 1]
-    lasts = [size - piece.shape[dim] for piece in pieces]
-    if in_bytes and len(firsts) == len(lasts):
-        pairs = zip(firsts, lasts, strict=True)
-        if all(0 <= at <= last for at, last in pairs):
-            return _side_by_side(pieces, firsts, dim, size)
+    row = plan_row(places, lengths, size) if in_bytes else None
+    if row is not None:
+        pairs = [(pieces[n], at) for n, at in row.places.items()]
+        made = _side_by_side(pairs, pieces[0], dim, row.length)
+        return _slice_at(made, here(row.starts), size, dim)
     # Selects, and no updates of one buffer: XLA fuses selects into what reads them.
     shape = list(pieces[0].shape)
     shape[dim] = size
     number = lax.broadcasted_iota(np.int32, shape, dim)
     made = lax.full(shape, 0, pieces[0].dtype)
-    for piece, table, at in zip(pieces, places, here, strict=True):
+    for piece, table, length in zip(pieces, places, lengths, strict=True):
+        at = here(table)
         moved = _moved(piece, table, at, dim, size)
-        inside = lax.bitwise_and(number >= at, number < at + piece.shape[dim])
+        inside = lax.bitwise_and(number >= at, number < at + length)
         made = lax.select(inside, moved, made)
     return made
 
@@ -150,21 +154,21 @@ def _is(at: Any, place: int) -> Any:
 
 
 def _side_by_side(
-    pieces: Sequence[Any], places: Sequence[int], dim: int, size: int
+    pairs: Iterable[tuple[Any, int]], like: Any, dim: int, size: int
 ) -> Any:
-    """Pieces that do not overlap, with zeros between them."""
+    """Pieces at their places in a row of that size, with zeros between them."""
     parts: list[Any] = []
-    here = 0
-    first = pieces[0]
+    end = 0
 
-    def fill_up_to(shard: int) -> None:
-        if shard > here:
-            shape = [*first.shape[:dim], shard - here, *first.shape[dim + 1 :]]
-            parts.append(lax.full(shape, 0, first.dtype))
+    def fill_up_to(place: int) -> None:
+        if place > end:
+            shape = [*like.shape[:dim], place - end, *like.shape[dim + 1 :]]
+            parts.append(lax.full(shape, 0, like.dtype))
 
-    for at, piece in sorted(zip(places, pieces, strict=True), key=lambda each: each[0]):
+    for piece, at in pairs:
         fill_up_to(at)
-        parts.append(piece)
-        here = at + piece.shape[dim]
+        first, last = max(-at, 0), min(piece.shape[dim], size - at)
+        parts.append(lax.slice_in_dim(piece, first, last, axis=dim))
+        end = at + last
     fill_up_to(size)
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, dim)
