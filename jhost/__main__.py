@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The exit status: 0 if all went well, 1 if the command found something wrong.
+        The exit status: 0 if all went well, 1 if the command found something wrong, or
+        if the reader of its output is gone, as in `jhost explain ... | head`.
         Bad arguments end the process with 2, as always with `argparse`.
     """
     parser = argparse.ArgumentParser(
@@ -26,7 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (demo, doctor, calibrate, explain, tune, profile, bench):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and would print the error then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 if __name__ == "__main__":

@@ -248,16 +248,16 @@ def _equal_share(
     of_each = Counter(device.process_index for device in chosen)
     if len(chosen) < count:
         raise errors.OptionError(
-            f"jhost.distributed.make_mesh got {product}, which are {count} devices, "
-            f"but there are {len(devices)}. JAX_PLATFORMS=cpu "
-            f"JAX_NUM_CPU_DEVICES={count} makes as many of any CPU."
+            f"jhost.distributed.make_mesh got {product}, which needs {count} devices, "
+            f"but there are {len(devices)} in all. JAX_PLATFORMS=cpu "
+            f"JAX_NUM_CPU_DEVICES={count} makes {count} of any CPU."
         )
     if len(set(of_each.values())) > 1:
         shares = ", ".join(f"{n} of process {p}" for p, n in sorted(of_each.items()))
         raise errors.OptionError(
-            f"jhost.distributed.make_mesh got {product}, which are {count} devices: "
-            f"{shares}. Each process has to have equally many: give other sizes, or "
-            "devices=."
+            f"jhost.distributed.make_mesh got {product}, which needs {count} devices: "
+            f"{shares}. All processes must have the same number of these: give other "
+            "sizes, or devices=."
         )
     return chosen, count // len(of_each)
 

@@ -78,7 +78,7 @@ def _check_has_devices(source: Source, key: CallKey, leaves: Sequence[Any]) -> N
     if source.given.all or not any(map(shardings.own, leaves)):
         raise errors.NoMeshError(
             f"{source.name} would run on {mesh_text(key[0])}, an abstract mesh, "
-            "which has no devices. Call it under jax.set_mesh(...) of one that has."
+            "which has no devices. Call it under jax.set_mesh, with a mesh of devices."
         )
 
 
@@ -92,8 +92,8 @@ def _check_layouts(
     ins, _ = source.given.specs(traced)
     if offenders := shardings.misplaced(names, leaves, ins, key[0]):
         raise errors.OptionError(
-            f"Arguments of {source.name} have other shardings than in_shardings, and "
-            f"jhost moves nothing unasked, like jax.jit. Move them with "
+            f"Arguments of {source.name} have other shardings than in_shardings. Like "
+            f"jax.jit, jhost does not move such arrays by itself. Move them with "
             f"jax.device_put(x, NamedSharding(mesh, spec)), or give None to take them "
             f"as they are.",
             offenders,

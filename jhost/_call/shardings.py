@@ -109,7 +109,7 @@ def _mismatches(prefix: Any, tree: Any, path: str) -> Iterator[str]:
     mine, theirs = _children(prefix), _children(tree)
     if mine.keys() != theirs.keys() or type(prefix) is not type(tree):
         theirs_text = _kind(tree, theirs)
-        yield f"{path} is {_kind(prefix, mine)}, and what it is for {theirs_text}"
+        yield f"{path} is {_kind(prefix, mine)}, but it is for {theirs_text}"
         return
     for key, child in mine.items():
         yield from _mismatches(child, theirs[key], path + key)

@@ -112,8 +112,8 @@ def given_function(
         parser.error(f"{arguments.function} is no function")
     options = _options(arguments)
     if options and not isinstance(function, JitFunction):
-        names = " or ".join(f"--{name}" for name in options)
-        parser.error(f"{arguments.function} is no jhost function, which {names} is for")
+        names = " and ".join(f"--{name}" for name in options)
+        parser.error(f"{arguments.function} is no jhost function: leave out {names}")
     if not args and (names := _required(function)):
         parser.error(
             f"{arguments.function} takes {', '.join(names)}: give the type of each by "

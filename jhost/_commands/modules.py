@@ -54,6 +54,6 @@ def loaded(name: str) -> Any:
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise NotThereError(f"{module} has no {path}")
+            raise NotThereError(f"the module {module} has no {path!r}")
         found = getattr(found, part)
     return found

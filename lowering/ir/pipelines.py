@@ -19,7 +19,7 @@ class PipelineSpec:
 
     Attributes:
         pipeline: "p2p", "collective" or "off"; None where none was asked for or chosen.
-        chunks: how many; None for as many as the pipeline has unasked.
+        chunks: how many; None for the default of the pipeline.
         streams: on how many queues iterations take turns at most; None for jhost's
             default.
         zigzag: whether causal loops work on sequences in zigzag order where they can.

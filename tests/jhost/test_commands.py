@@ -377,6 +377,17 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
     assert "missing" in capsys.readouterr().err
 
 
+def test_a_reader_that_is_gone_is_an_exit_status_of_1(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as by `jhost explain ... | head -1`
+    with open(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        shapes = ["--shape", "16x8", "8x16", "16x8"]
+        assert main(["explain", f"{module}:mlp", *shapes]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -388,7 +399,7 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         (["MODULE:mlp", "--mesh", "tp"], "'tp' is no mesh; write dp=2,tp=4"),
         (["MODULE:mlp", "--mesh", "tp=0"], "'tp=0' is no mesh"),
         (["MODULE"], "is no name in a module; write module:name"),
-        (["MODULE:nothing"], "MODULE has no nothing"),
+        (["MODULE:nothing"], "the module MODULE has no 'nothing'"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
         (["MODULE:NUMBER"], "MODULE:NUMBER is no function"),
         (["../m:f"], "'../m' is no module's name; write it with dots"),
@@ -404,7 +415,7 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         ),
         (
             ["MODULE:plain", "--chunks", "2"],
-            "MODULE:plain is no jhost function, which --chunks is for",
+            "MODULE:plain is no jhost function: leave out --chunks",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
