@@ -29,6 +29,20 @@ def has_programs(eqn: JaxprEqn) -> bool:
     return not (eqn.params.get("branches_platforms") or _has_references(eqn))
 
 
+def only_branch(eqn: JaxprEqn) -> Any:
+    """The branch that every platform of a mesh takes, if there is one such branch.
+
+    `jnp.diagonal` has another one for Mosaic (JAX 0.10 to 0.12), in which Pallas writes
+    kernels.
+    """
+    platforms = eqn.params.get("branches_platforms")
+    if not platforms:
+        return None
+    pairs = zip(platforms, eqn.params["branches"], strict=True)
+    branches = [branch for names, branch in pairs if names != ("mosaic",)]
+    return branches[0] if len(branches) == 1 else None
+
+
 def _has_references(eqn: JaxprEqn) -> bool:
     """Whether something in it is changed where it is."""
     if not all(map(is_array, (*eqn.invars, *eqn.outvars))):

@@ -92,6 +92,17 @@ class Binary(Index):
         return f"{left} {self.op} {right}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry(Index):
+    """One of several numbers: the one at a place, as `[3, 1, 2][rank(x)]`."""
+
+    values: tuple[int, ...]
+    place: Index
+
+    def __str__(self) -> str:
+        return f"{list(self.values)}[{self.place}]"
+
+
 def _least(left: Any, right: Any) -> Any:
     # Of two ints NumPy would make an int64, and shapes have plain ints.
     both_known = isinstance(left, int) and isinstance(right, int)
@@ -131,13 +142,16 @@ def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
     """The value of `index` where `values` gives each `LoopIndex` and `Rank`.
 
     Values are integers, arrays, or traced arrays for the ranks of an SPMD program;
-    `min` is of no traced ones (it stands for sizes and partners, which are static).
+    `min` and entries are of no traced ones: they stand for sizes and partners, which
+    are static.
     """
     match index:
         case Constant(value=value):
             return value
         case Binary(op=op, left=left, right=right):
             return _OPERATORS[op](evaluate(left, values), evaluate(right, values))
+        case Entry(values=numbers, place=place):
+            return np.asarray(numbers)[evaluate(place, values)]
         case _:
             return values[index]
 
@@ -147,6 +161,8 @@ def substituted(index: Index, values: Mapping[Index, Index]) -> Index:
     match index:
         case Binary(op=op, left=left, right=right):
             return _binary(op, substituted(left, values), substituted(right, values))
+        case Entry(values=numbers, place=place):
+            return Entry(numbers, substituted(place, values))
         case _:
             return values.get(index, index)
 
@@ -178,6 +194,8 @@ def leaves(index: Index) -> frozenset[Index]:
             return frozenset()
         case Binary(left=left, right=right):
             return leaves(left) | leaves(right)
+        case Entry(place=place):
+            return leaves(place)
         case _:
             return frozenset({index})
 

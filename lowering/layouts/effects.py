@@ -12,7 +12,7 @@ from jhost.lowering.ir.layout import (
     size_in_bytes,
 )
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.halo import HaloPiece, plan_halo
+from jhost.lowering.layouts.halo import plan_halo
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
@@ -85,7 +85,7 @@ class AssignmentEffects:
         """The bytes from neighbours, where dims are read in windows."""
         total = NOTHING
         shapes: dict[int, list[int]] = {}
-        seen: set[tuple[str, int, HaloPiece]] = set()
+        seen: set[Hashable] = set()
         for window in op.windows:
             axes, name = assignment[window.factor], op.ins[window.operand]
             devices = axes_size(axes, self.costs.mesh)
@@ -100,9 +100,10 @@ class AssignmentEffects:
             count, part = op.sizes[window.factor] // devices, shape[window.dim]
             plan = plan_halo(window.reads, count, part, devices)
             # A piece that two windows of one value need is sent once.
-            moved = {(name, window.dim, piece) for piece in plan.pieces} - seen
-            seen |= moved
-            sizes = [piece.size for _, _, piece in moved if not piece.stays]
+            moved = [piece for piece in plan.pieces if not piece.stays]
+            by_key = {(name, window.dim, piece.sent): piece.size for piece in moved}
+            sizes = [size for key, size in by_key.items() if key not in seen]
+            seen |= by_key.keys()
             shape[window.dim] = sum(sizes)
             received = size_in_bytes(shape, buffer.dtype.itemsize)
             shape[window.dim] = plan.window

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.ir.index import Constant, Entry, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.layouts.halo import HaloPiece, plan_halo
@@ -32,11 +32,9 @@ class HaloWriter:
         pieces = [self.piece(stmt, piece, made) for piece in halo.pieces]
         # No step reads anything, so any values of the right shape will do.
         if not pieces:
-            first = (0,) * devices
+            first, every = (0,) * devices, tuple(range(devices))
             size = min(part, halo.window)
-            own = HaloPiece(
-                distance=0, mirrored=False, size=size, starts=first, places=first
-            )
+            own = HaloPiece(sources=every, size=size, starts=first, places=first)
             return self.with_pieces(stmt, [self.piece(stmt, own, made)], [first], made)
         places = [piece.places for piece in halo.pieces]
         return self.with_pieces(stmt, pieces, places, made)
@@ -59,8 +57,7 @@ class HaloWriter:
         self, stmt: ir.Neighbours, piece: HaloPiece, made: list[ir.Stmt]
     ) -> ir.Buffer:
         """The buffer of a piece: the device's own, or received."""
-        key = stmt.source.name, stmt.dim, stmt.axes, piece.distance, piece.mirrored
-        key = (*key, piece.size, piece.starts)
+        key = stmt.source.name, stmt.dim, stmt.axes, piece.sent
         # Windows of one value may share a piece, which then moves once.
         if key not in self.sent:
             edge = self.edge(stmt, piece, made)
@@ -117,10 +114,17 @@ class HaloWriter:
 
     def shift(self, stmt: ir.Neighbours, piece: HaloPiece) -> Index:
         """The distance from a device to the one that it sends to."""
-        # A mirrored piece goes from device s to device `distance - s`.
-        if piece.mirrored:
-            return Constant(piece.distance) - linear_rank(stmt.axes, self.mesh) * 2
-        return Constant(axes_size(stmt.axes, self.mesh) - piece.distance)
+        devices = axes_size(stmt.axes, self.mesh)
+        pairs = enumerate(piece.sources)
+        shifts = {source: (device - source) % devices for device, source in pairs}
+        if len(set(shifts.values())) == 1:
+            return Constant(shifts[0])
+        rank = linear_rank(stmt.axes, self.mesh)
+        # In a reversal the ranks of both have the same sum.
+        sums = {(2 * source + n) % devices for source, n in shifts.items()}
+        if len(sums) == 1:
+            return Constant(sums.pop()) - rank * 2
+        return Entry(tuple(shifts[device] for device in range(devices)), rank)
 
     def compute(
         self,

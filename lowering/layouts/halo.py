@@ -1,16 +1,24 @@
 """The elements that each device needs of other devices' parts, for windows of a dim.
 
 Device r may need some elements of device s, for any kind of window.  All pairs with one
-distance between r and s make one permute.  If windows are as far apart as parts are,
-all devices need the same elements of the neighbour at one distance.
+distance between r and s make one permute, unless other permutations move less.  If
+windows are as far apart as parts are, all devices need the same elements of the
+neighbour at one distance.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
+from jhost.lowering.layouts.permutations import (
+    Sizes,
+    Sources,
+    most_pieces,
+    permutations,
+)
 from jhost.lowering.rules.reads import WindowReads
 
 
@@ -19,17 +27,14 @@ class HaloPiece:
     """A stretch of a device's part that other devices need.
 
     Attributes:
-        distance: device r gets it from device `r + distance`, or from `distance - r` if
-            it is mirrored, modulo the number of devices.
-        mirrored: whether the dim is reversed.
+        sources: for each device, the one that it gets it from.
         size: the number of elements.
         starts: for each device, where the stretch that it sends begins in its part.
         places: for each device, where it puts the elements in its window.  A device
             that needs none puts them behind the window.
     """
 
-    distance: int
-    mirrored: bool
+    sources: Sources
     size: int
     starts: tuple[int, ...]
     places: tuple[int, ...]
@@ -37,7 +42,12 @@ class HaloPiece:
     @property
     def stays(self) -> bool:
         """Whether each device takes it from its own part."""
-        return self.distance == 0 and not self.mirrored
+        return all(device == source for device, source in enumerate(self.sources))
+
+    @property
+    def sent(self) -> tuple[Sources, int, tuple[int, ...]]:
+        """What moves, wherever it is put."""
+        return self.sources, self.size, self.starts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,51 +68,77 @@ class Halo:
 @functools.lru_cache(maxsize=1024)
 def plan_halo(reads: WindowReads, count: int, part: int, devices: int) -> Halo:
     """How each device gets the window of its `count` steps, from parts of that size."""
-    found: dict[int, dict[int, range]] = {}
+    shared: _Shared = {}
     for device in range(devices):
         needed = reads.needed(device * count, count)
         for other in range(needed.start // part, -(-needed.stop // part)):
             own = range(other * part, (other + 1) * part)
-            shared = range(max(own.start, needed.start), min(own.stop, needed.stop))
-            if shared:
-                distance = other + device if reads.stride < 0 else other - device
-                found.setdefault(distance % devices, {})[device] = shared
-    pieces = [
-        _piece(distance, found[distance], reads, count, part, devices)
-        for distance in sorted(found)
-    ]
+            elements = range(max(own.start, needed.start), min(own.stop, needed.stop))
+            if elements:
+                shared[device, other] = elements
+    pieces: list[HaloPiece] = []
+    for sources in _permutations(shared, reads.stride < 0, devices):
+        pairs = [pair for pair in enumerate(sources) if pair in shared]
+        elements = {device: shared.pop((device, other)) for device, other in pairs}
+        pieces.append(_piece(sources, elements, reads, count, part))
     return Halo(window=reads.window(count), pieces=tuple(pieces))
 
 
+_Shared: TypeAlias = dict[tuple[int, int], range]
+"""The elements that a device needs, by the device and by the one that has them."""
+
+
+def _permutations(shared: _Shared, mirrored: bool, devices: int) -> list[Sources]:
+    """The permutations by which pieces move: those by one distance, if none move less.
+
+    A device keeps its own piece, if it needs any of it.
+    """
+    sign, every = -1 if mirrored else 1, range(devices)
+    by_distance = [
+        tuple((n + sign * d) % devices for d in every)
+        for n in sorted({(s - sign * d) % devices for d, s in shared})
+    ]
+    sizes = {pair: len(elements) for pair, elements in shared.items()}
+    moved = {pair: size for pair, size in sizes.items() if pair[0] != pair[1]}
+    if len(by_distance) <= most_pieces(moved):
+        return by_distance
+    fewest = permutations(moved, devices)
+    if len(moved) < len(sizes):
+        fewest = [tuple(every), *fewest]
+    return min(by_distance, fewest, key=lambda each: _moved(each, moved))
+
+
+def _moved(found: Sequence[Sources], sizes: Sizes) -> int:
+    """How many elements a device receives."""
+    pieces = ([sizes.get(pair, 0) for pair in enumerate(each)] for each in found)
+    return sum(map(max, pieces))
+
+
 def _piece(
-    distance: int,
+    sources: Sources,
     shared: Mapping[int, range],
     reads: WindowReads,
     count: int,
     part: int,
-    devices: int,
 ) -> HaloPiece:
-    """The piece for one distance; `shared` has the elements by receiver."""
-    mirrored, window = reads.stride < 0, reads.window(count)
+    """The piece of one permutation; `shared` has the elements by receiver."""
+    devices, window = len(sources), reads.window(count)
     size = max(map(len, shared.values()))
 
-    def sender(device: int) -> int:
-        return (distance - device if mirrored else distance + device) % devices
-
     def place(device: int, start: int) -> int:
-        return sender(device) * part + start - reads.start(device * count, count)
+        return sources[device] * part + start - reads.start(device * count, count)
 
-    starts = {d: each.start - sender(d) * part for d, each in shared.items()}
-    ends = {d: each.stop - sender(d) * part for d, each in shared.items()}
+    starts = {d: each.start - sources[d] * part for d, each in shared.items()}
+    ends = {d: each.stop - sources[d] * part for d, each in shared.items()}
     start = max(0, max(ends.values()) - size)
     alike = start <= min(starts.values())
-    sent = {sender(d): min(each, part - size) for d, each in starts.items()}
+    sent = {sources[d]: min(each, part - size) for d, each in starts.items()}
     if alike:
         sent = dict.fromkeys(range(devices), start)
     # What a device keeps is not cut out first: what reads it may cut it as it reads.
-    elif not distance and not mirrored:
+    elif sources == tuple(range(devices)):
         size, sent = part, dict.fromkeys(range(devices), 0)
-    placed = {d: place(d, sent[sender(d)]) for d in shared}
+    placed = {d: place(d, sent[sources[d]]) for d in shared}
     # If windows are as far apart as parts are, pieces never overlap.  Devices that need
     # nothing then put the elements in the same place as others, and never read them:
     # one static place for all devices.
@@ -111,8 +147,7 @@ def _piece(
     if alike and regular and len(set(placed.values())) == 1:
         others = next(iter(placed.values()))
     return HaloPiece(
-        distance=distance,
-        mirrored=mirrored,
+        sources=sources,
         size=size,
         starts=tuple(sent.get(device, 0) for device in range(devices)),
         places=tuple(placed.get(device, others) for device in range(devices)),

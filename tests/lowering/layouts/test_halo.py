@@ -17,8 +17,7 @@ def _windows(halo: Halo, parts: np.ndarray) -> np.ndarray:
     made = np.full((devices, halo.window + 2 * most), -1)
     for piece in halo.pieces:
         for device in range(devices):
-            sign = -1 if piece.mirrored else 1
-            sender = (piece.distance + sign * device) % devices
+            sender = piece.sources[device]
             start, place = piece.starts[sender], piece.places[device] + most
             assert 0 <= start <= parts.shape[1] - piece.size
             made[device, place : place + piece.size] = parts[
@@ -49,6 +48,7 @@ def test_each_device_has_in_its_window_what_its_steps_read(
 ) -> None:
     reads, count, part, devices = case
     halo = plan_halo(reads, count, part, devices)
+    assert all(sorted(p.sources) == [*range(devices)] for p in halo.pieces)
     parts = np.arange(devices * part).reshape(devices, part)
     windows = _windows(halo, parts)
     for device, window in enumerate(windows):
@@ -68,25 +68,38 @@ def test_each_device_has_in_its_window_what_its_steps_read(
 
 def test_a_shift_takes_one_element_of_one_neighbour() -> None:
     halo = plan_halo(WindowReads(size=16, first=-1, steps=(0, 16)), 4, 4, 4)
-    assert [(p.distance, p.size, p.places[1]) for p in halo.pieces] == [
-        (0, 3, 1),
-        (3, 1, 0),
+    assert [(p.sources, p.size, p.places[1]) for p in halo.pieces] == [
+        ((0, 1, 2, 3), 3, 1),
+        ((3, 0, 1, 2), 1, 0),
     ]
 
 
 def test_a_shift_by_a_part_takes_the_whole_part() -> None:
     halo = plan_halo(WindowReads(size=16, first=4, steps=(0, 12)), 4, 4, 4)
-    assert [(p.distance, p.size) for p in halo.pieces] == [(1, 4)]
+    assert [(p.sources, p.size) for p in halo.pieces] == [((1, 2, 3, 0), 4)]
 
 
 def test_a_reversal_exchanges_whole_parts() -> None:
     halo = plan_halo(WindowReads(size=16, first=15, stride=-1, steps=(0, 16)), 4, 4, 4)
-    assert [(p.distance, p.mirrored, p.size) for p in halo.pieces] == [(3, True, 4)]
+    assert [(p.sources, p.size) for p in halo.pieces] == [((3, 2, 1, 0), 4)]
 
 
 def test_a_window_wider_than_a_part_takes_several_neighbours() -> None:
     halo = plan_halo(WindowReads(size=4, first=-2, extent=3, steps=(0, 4)), 1, 1, 4)
-    assert [(p.distance, p.size) for p in halo.pieces] == [(0, 1), (2, 1), (3, 1)]
+    assert [(p.sources, p.size) for p in halo.pieces] == [
+        ((0, 1, 2, 3), 1),
+        ((2, 3, 0, 1), 1),
+        ((3, 0, 1, 2), 1),
+    ]
+
+
+def test_what_half_of_the_devices_need_of_all_comes_in_few_permutes() -> None:
+    """As of an array that is joined with itself: each device needs two parts."""
+    halo = plan_halo(WindowReads(size=16, first=0, steps=(0, 16)), 4, 2, 8)
+    moved = [piece for piece in halo.pieces if not piece.stays]
+    assert [piece.size for piece in moved] == [2, 2]
+    for piece in moved:
+        assert sorted(piece.sources) == [*range(8)]
 
 
 def test_a_device_that_reads_its_own_part_alone_gets_nothing() -> None:
