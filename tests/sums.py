@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 from unittest import mock
 
@@ -11,6 +11,7 @@ from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.loops import combine_small, planned
+from jhost.lowering.schedule import moved_work
 from jhost.lowering.schedule.order import TransferForm
 
 EVERY: tuple[SumsPosition, ...] = get_args(SumsPosition)
@@ -36,11 +37,14 @@ def by_permutes() -> Generator[None]:
 
 
 @contextmanager
-def moving(way: TransferForm | None, work: bool = False) -> Generator[None]:
+def moving(
+    way: TransferForm | None, work: bool = False, within: bool = True
+) -> Generator[None]:
     """What moves outside of loops goes that way wherever there is work beside it.
 
     Of any size, so that none is small and goes with others; with None as was chosen.
-    With `work` products go an iteration late wherever that puts one beside a transfer.
+    With `work` products go an iteration late wherever that puts one beside a transfer,
+    and `within` their own iteration or program, too.
     """
     yes = mock.Mock(return_value=True)
     asked = {"is_open": yes, "gains": yes}
@@ -53,5 +57,12 @@ def moving(way: TransferForm | None, work: bool = False) -> Generator[None]:
         mock.patch.multiple(ChooseTransfers, **asked),
         mock.patch.object(ChooseCycles, "may_move_work", mock.Mock(return_value=work)),
         mock.patch.object(combine_small, "SMALL", 0),
+        nullcontext() if within else nothing_moving(),
     ):
         yield
+
+
+def nothing_moving() -> Any:
+    """Work keeps its order in a program, as if no transfer were exposed."""
+    none = mock.Mock(return_value=False)
+    return mock.patch.object(moved_work.Order, "has_exposed", none)

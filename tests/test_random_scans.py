@@ -27,18 +27,19 @@ from tests.random_scans import ScanCase, scans
     st.sampled_from([*get_args(TransferForm), None]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_random_scans_equal_the_plain_function(
-    case: ScanCase, way: TransferForm | None, work: bool, compiled: bool
+    case: ScanCase, way: TransferForm | None, work: bool, within: bool, compiled: bool
 ) -> None:
-    """However transfers go, be they as small as here, and whatever work is late."""
+    """However transfers go, be they as small as here, and whatever work moves."""
     case.count()
     expected = case.by(jax.jit)(*case.arguments())
     hypothesis.assume(largest(expected) <= case.exact)
     f = case.by(functools.partial(jhost.jit, **case.settings()))
     f = f if compiled else by_statements(f)
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
-    with sums.moving(way, work), no_latency:
+    with sums.moving(way, work, within), no_latency:
         result = f(*case.arguments())
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
     chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))

@@ -25,13 +25,15 @@ from jhost._text import bytes_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.ir.transfers import larger_side
-from jhost.lowering.schedule.intervals import GATHERING
+from jhost.lowering.schedule.intervals import GATHERING, IsOpen
+from jhost.lowering.schedule.moved_work import MovedWork, with_work_moved
 from jhost.lowering.schedule.order import TransferForm, beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
@@ -39,6 +41,9 @@ from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99
 """The time with permutes must be below this share of the time with collectives."""
+
+_GAIN_OF_WORK = 0.999
+"""The same where work moves, which costs nothing but memory for a while."""
 
 _LEAST = 1 << 20
 """Transfers of fewer bytes than this take no longer than their latency."""
@@ -75,9 +80,30 @@ class ChooseTransfers(EachProgram):
     """The axes along which GPUs of several processes lie."""
 
     def change(self, program: Program) -> Program:
-        mesh = dict(program.mesh.shape)
-        way_of = functools.partial(self.way, mesh=mesh)
-        every = beside_work(program, functools.partial(self.can_hide, mesh=mesh))
+        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        made = self.in_order(program, can_hide)
+        other, moved = with_work_moved(program, can_hide)
+        if not moved:
+            return made.program
+        said = (_said_moved(program, each) for each in moved)
+        other = dataclasses.replace(other, remarks=(*other.remarks, *said))
+        other = self.in_order(other, can_hide)
+        return (other if self.may_move(moved, made, other) else made).program
+
+    def may_move(
+        self, moved: Sequence[MovedWork], made: Weighed, other: Weighed
+    ) -> bool:
+        """Whether work moves: as asked for, between processes, or predicted to gain."""
+        if self.pipeline != "auto" or not any(
+            self.between.isdisjoint(each.beside.axes) for each in moved
+        ):
+            return True
+        return self.gains(made, other, _GAIN_OF_WORK)
+
+    def in_order(self, program: Program, can_hide: IsOpen) -> Weighed:
+        """`program` with its transfers moved beside its work as that stands."""
+        way_of = functools.partial(self.way, mesh=dict(program.mesh.shape))
+        every = beside_work(program, can_hide)
         ways: dict[str, TransferForm] = {}
         notes: list[Note] = []
         made = Weighed(program)
@@ -99,9 +125,10 @@ class ChooseTransfers(EachProgram):
             if self.is_better(way, made, other):
                 ways, made = more, other
                 notes += _said(way, gathers, stmts)
-        if not ways:
-            return program
-        return dataclasses.replace(made.program, remarks=(*program.remarks, *notes))
+        if ways:
+            remarks = (*program.remarks, *notes)
+            made.program = dataclasses.replace(made.program, remarks=remarks)
+        return made
 
     def can_hide(self, stmt: Communicate, mesh: Mapping[str, int]) -> bool:
         """Whether a transfer may stand beside work outside of loops."""
@@ -181,3 +208,9 @@ def _said(
             form=f"{{}}: {text}{_HOW[way]}, beside the work that comes {when}",
             values=tuple(stmt.out.name for stmt in some),
         )
+
+
+def _said_moved(program: Program, moved: MovedWork) -> Note:
+    name = display_name(program, moved.beside.out.name)
+    form = f"{{}}: computed beside what moves {name}, which nothing else hides"
+    return Note(form=form, values=(moved.product.outs[0].name,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
@@ -97,6 +98,23 @@ class StatementBlocks:
         memory = self.aliases.memory(buffer).name
         return memory == buffer.name and memory not in self.allocated
 
+    def product(self, number: int) -> ir.Compute | None:
+        """The statement of a block that is one product of values that stay as they are.
+
+        Such a block can move to any place between its operands and its readers.
+        """
+        block = self.all[number]
+        stmt = block.stmt
+        if not isinstance(stmt, ir.Compute) or not block.contracts:
+            return None
+        names = {buffer.name for buffer in stmt.ins}, {out.name for out in stmt.outs}
+        is_one = len(block.stmts) == 1 and (block.reads, block.writes) == names
+        if not is_one or stmt.reducer or any(e.eqn.effects for e in stmt.unit.eqns):
+            return None
+        later = self.all[number + 1 :]
+        stays = all(block.reads.isdisjoint(other.writes) for other in later)
+        return stmt if stays else None
+
     # --- Before a transfer ---------------------------------------------------- #
 
     def before(self, stmt: ir.Communicate) -> tuple[set[int], list[int]]:
@@ -175,6 +193,14 @@ def communication_of(stmt: ir.Stmt) -> str | None:
     if isinstance(stmt, ir.Communicate):
         return stmt.name
     return stmt.communication if isinstance(stmt, ir.Wait) else None
+
+
+def work_of(product: ir.Compute) -> int:
+    """A number that is larger for a product that computes more.
+
+    Of m by k times k by n, the bytes of the three grow as the square of m n k.
+    """
+    return math.prod(map(bytes_of, (*product.ins, *product.outs)))
 
 
 _PARTS = VIEWS | {"dynamic_slice", "slice"}

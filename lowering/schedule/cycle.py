@@ -46,7 +46,7 @@ from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
 from jhost.lowering.schedule.blocks import StatementBlocks, communication_of
 from jhost.lowering.schedule.host_memory import results_off_device
-from jhost.lowering.schedule.intervals import IsOpen
+from jhost.lowering.schedule.intervals import SUMS, IsOpen
 
 _LITTLE = 1
 """So many works behind a sum do not hide it: it has two rounds on four devices."""
@@ -177,7 +177,7 @@ class MovableTransfers:
         else:
             (consts, carry), xs = body_ins(loop, loop.body.params), ()
             ends, ys = loop.body.results, ()
-        self.is_open = is_open
+        self.is_open, self.body = is_open, loop.body
         self.blocks = StatementBlocks(loop.body)
         self.constant, self.sliced = _names(consts), _names(xs)
         self.ends, self.stacked = _names(ends), _names(ys)
@@ -290,7 +290,7 @@ class MovableTransfers:
         """Each sum with little work behind its terms, and how many works these are."""
         blocks = self.blocks
         for number, stmt in blocks.transfers():
-            if stmt.kind in ("ReduceScatter", "AllReduce") and self.is_open(stmt):
+            if stmt.kind in SUMS and self.is_open(stmt):
                 made, along = blocks.before(stmt)
                 ready = max([*made, *along], default=-1)
                 behind = sum(block.works for block in blocks.all[ready + 1 :])

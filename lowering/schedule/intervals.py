@@ -16,6 +16,9 @@ IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
 GATHERING = ("AllGather", "CollectivePermute")
 """Transfers that bring a device new bytes, and add nothing up."""
 
+SUMS = ("ReduceScatter", "AllReduce")
+"""Transfers that add up what devices have, and keep no more bytes."""
+
 _WINDOW = 2
 """Gathers that are not read yet take at most so many times the largest one's bytes."""
 
@@ -82,7 +85,7 @@ def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     # there anyway.
     working = [number for number, block in enumerate(blocks.all) if block.works]
     for number, stmt in blocks.transfers():
-        if stmt.kind in ("ReduceScatter", "AllReduce") and is_open(stmt):
+        if stmt.kind in SUMS and is_open(stmt):
             yield number, stmt, blocks.reader(number, stmt), working
 
 

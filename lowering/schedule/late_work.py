@@ -13,17 +13,15 @@ The body carries its operands.  It reads slices of the scan's own operands again
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.transfers import larger_side
-from jhost.lowering.schedule.blocks import StatementBlock
+from jhost.lowering.schedule.blocks import work_of
 from jhost.lowering.schedule.cycle import Late, MovableTransfers
-from jhost.lowering.schedule.intervals import GATHERING
-
-_SUMS = ("ReduceScatter", "AllReduce")
+from jhost.lowering.schedule.intervals import GATHERING, SUMS
+from jhost.lowering.schedule.moved_work import with_work_moved
 
 _CARRIED = 2
 """Carried operands take at most so many times the largest exposed transfer's bytes."""
@@ -42,30 +40,22 @@ class _FreeProducts:
 
     def __init__(self, found: MovableTransfers) -> None:
         self.found, self.blocks = found, found.blocks
-        sums = {s.name for _, s in found.blocks.transfers() if s.kind in _SUMS}
+        sums = (stmt.name for each in found.late() for stmt in each.transfers)
+        self.movable = {*(each.stmt.name for each in found.early()), *sums}
+        _, moved = with_work_moved(found.body, self.is_bound)
+        self.hidden = {each.beside.name for each in moved}
+        """The transfers that work of their own iteration moves beside."""
+        sums = {s.name for _, s in found.blocks.transfers() if s.kind in SUMS}
         self.behind: dict[int, list[int]] = {}
         for number, block in enumerate(self.blocks.all):
-            if self.is_product(number, block):
+            product = self.blocks.product(number)
+            if product is not None and all(
+                each.product is not product for each in moved
+            ):
                 behind = found.made_of(number, block.writes, sums)
                 self.behind |= {} if behind is None else {number: behind}
         chains = ({number, *behind} for number, behind in self.behind.items())
         self.free = set[int]().union(*chains)
-
-    def is_product(self, number: int, block: StatementBlock) -> bool:
-        """Whether a block is one product of values that stay as they are."""
-        stmt = block.stmt
-        if not isinstance(stmt, ir.Compute) or not block.contracts:
-            return False
-        names = {buffer.name for buffer in stmt.ins}, {out.name for out in stmt.outs}
-        whole = (block.reads, block.writes) == names
-        later = self.blocks.all[number + 1 :]
-        return (
-            whole
-            and len(block.stmts) == 1
-            and not stmt.reducer
-            and not any(each.eqn.effects for each in stmt.unit.eqns)
-            and all(block.reads.isdisjoint(other.writes) for other in later)
-        )
 
     def late(self) -> Iterator[Late]:
         """For each exposed transfer the largest product that is left and has room."""
@@ -90,20 +80,19 @@ class _FreeProducts:
         return Late(tuple(stmts), self.terms(number), beside=beside, before=before)
 
     def work(self, number: int) -> tuple[int, int]:
-        """How much a product computes, and its number.
+        """How much a product computes, and its number."""
+        return work_of(self.product(number)), number
 
-        Of m by k times k by n, the bytes of the three grow as the square of m n k.
-        """
-        (stmt,) = self.blocks.all[number].stmts
+    def product(self, number: int) -> ir.Compute:
+        stmt = self.blocks.all[number].stmt
         assert isinstance(stmt, ir.Compute)
-        return math.prod(map(bytes_of, (*stmt.ins, *stmt.outs))), number
+        return stmt
 
     def terms(self, number: int) -> tuple[ir.Buffer, ...]:
         """The operands of a product that its iteration has to hand on."""
         known = self.found.constant | self.found.sliced
-        (stmt,) = self.blocks.all[number].stmts
-        assert isinstance(stmt, ir.Compute)
-        each = {buffer.name: buffer for buffer in stmt.ins if buffer.name not in known}
+        ins = self.product(number).ins
+        each = {buffer.name: buffer for buffer in ins if buffer.name not in known}
         return tuple(each.values())
 
     def exposed(self) -> Iterator[tuple[ir.Communicate, int]]:
@@ -111,13 +100,18 @@ class _FreeProducts:
 
         A product that stands beside one of them as it is stays there.
         """
-        early = {each.stmt.name for each in self.found.early()}
         for number, stmt in self.blocks.transfers():
-            movable = stmt.kind in (*GATHERING, *_SUMS) and stmt.name not in early
-            if movable and number not in self.free and self.found.is_open(stmt):
+            exposed = self.is_bound(stmt) and stmt.name not in self.hidden
+            if exposed and number not in self.free:
                 reader = self.reader(number, stmt)
                 if reader is not None:
                     yield stmt, reader
+
+    def is_bound(self, stmt: ir.Communicate) -> bool:
+        """Whether a transfer may be hidden, and no other iteration can make it."""
+        if stmt.kind not in (*GATHERING, *SUMS) or stmt.name in self.movable:
+            return False
+        return self.found.is_open(stmt)
 
     def reader(self, number: int, stmt: ir.Communicate) -> int | None:
         """The first block that reads what comes, unless work stands before it."""

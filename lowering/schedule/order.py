@@ -6,7 +6,7 @@ finds all intervals.  It counts works and bytes and knows no seconds, because al
 processes have to write the same program.
 
 - *Work* takes long enough to hide a transfer: contractions, and for sums loops as well.
-  It keeps its order.
+  It keeps its order here; `moved_work.py` changes it before.
 - A gather makes more bytes.  It is issued before the first work behind its source, but
   at most a few works ahead of its reader, and only once a window of bytes has room for
   it beside gathers that nothing has read yet.
@@ -48,6 +48,7 @@ from jhost.lowering.schedule.blocks import (
 )
 from jhost.lowering.schedule.intervals import (
     GATHERING,
+    SUMS,
     IsOpen,
     TransferInterval,
     intervals,
@@ -73,7 +74,7 @@ There the gradient of a step's embedding comes, as large as that of its output w
 
 def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
     """The open gathers and sums that have work to stand beside."""
-    kinds = (*GATHERING, "ReduceScatter", "AllReduce")
+    kinds = (*GATHERING, *SUMS)
     moved = (stmt for stmt in program.body if isinstance(stmt, ir.Communicate))
     # Most programs have none, and blocks and intervals take long to make.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):

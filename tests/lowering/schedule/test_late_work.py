@@ -28,9 +28,12 @@ from tests.lowering.traced import array, check
 
 @pytest.fixture(autouse=True)
 def moving() -> Iterator[None]:
-    """Work is late wherever that puts it beside a transfer, as small as these are."""
+    """Work is late wherever that puts it beside a transfer, as small as these are.
+
+    No work of the same iteration moves beside it instead.
+    """
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
-    with sums.moving("permutes", work=True), no_latency:
+    with sums.moving("permutes", work=True, within=False), no_latency:
         yield
 
 

@@ -149,7 +149,7 @@ def test_what_makes_more_bytes_is_not_made_early() -> None:
 
     args = array(8, 4), array(4, 4), array(4, 4).astype(jnp.int8)
     specs = P("fsdp"), P(), P("fsdp")
-    with sums.by_permutes():
+    with sums.moving("permutes", within=False):
         program = program_of(f, *args, **on({"fsdp": 2}, specs, P("fsdp")))
     assert kinds(program) == ["AllGather"]
 

@@ -16,6 +16,7 @@ from jax import lax
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.interpret.program import interpret
+from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Scan, Stmt, Wait
 from jhost.lowering.schedule.order import TransferForm
@@ -199,17 +200,19 @@ def how_often(host_ir: Program) -> Counter[str]:
     return count
 
 
-@given(scans(), st.sampled_from(get_args(TransferForm)), st.booleans())
+@given(scans(), st.sampled_from(get_args(TransferForm)), st.booleans(), st.booleans())
 def test_moved_transfers_bring_the_same_and_none_more_often(
-    host_ir: Program, way: TransferForm, work: bool
+    host_ir: Program, way: TransferForm, work: bool, within: bool
 ) -> None:
     verify(host_ir)
     transfers = ChooseTransfers()
-    with sums.moving(way, work):
+    with sums.moving(way, work, within):
         changed = ChooseCycles(transfers).apply(host_ir)
         ordered = transfers.apply(changed)
-    for note in changed.remarks:
-        hypothesis.event(re.sub(r"v\d+|\d", "", str(note)))
+    for note in {
+        re.sub(r"\b[vyews]\w*\d+,? ?|\d", "", str(r)) for r in all_remarks(ordered)
+    }:
+        hypothesis.event(note)
     hypothesis.note(f"{host_ir}\n{changed}\n{ordered}")
     verify(ordered)
     assert how_often(changed) <= how_often(host_ir)

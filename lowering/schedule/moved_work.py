@@ -1,0 +1,261 @@
+"""Products that move beside an exposed transfer of their own program or iteration.
+
+`order.py` keeps the order of work.  So a transfer that is read at once has nothing
+beside it there, even where some product neither makes its source nor waits for it.  JAX
+computes the gradient of a weight before that of the activations, for example.  The sum
+of the latter over devices is what the next layer waits for.
+
+Such a product moves to the place before the reader of the transfer.  What is made of it
+before that place moves along, if it is cheap or a sum over devices, and so do cheap
+statements that make its operands.  No product moves that is the only work beside some
+other transfer, or past more than a few works, because its operands take memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.program import Program
+from jhost.lowering.schedule.blocks import (
+    StatementBlocks,
+    communication_of,
+    work_of,
+)
+from jhost.lowering.schedule.intervals import GATHERING, SUMS, IsOpen
+
+_PAST = 8
+"""A product moves past at most so many works."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MovedWork:
+    """A product and the exposed transfer that it moves beside."""
+
+    product: ir.Compute
+    beside: ir.Communicate
+
+
+def with_work_moved(
+    program: Program, is_open: IsOpen
+) -> tuple[Program, list[MovedWork]]:
+    """`program` with work moved beside its exposed transfers; itself if none is."""
+    # Most programs have no such transfer, and blocks take long to make.
+    if not any(isinstance(s, ir.Communicate) and is_open(s) for s in program.body):
+        return program, []
+    order = Order(program, is_open)
+    moved = [*order.moved()] if order.has_exposed() else []
+    if not moved:
+        return program, []
+    blocks = (order.blocks.all[number] for number in order.order)
+    stmts = [stmt for block in blocks for stmt in block.stmts]
+    body = tuple(order.blocks.barriers.together(stmts))
+    return dataclasses.replace(program, body=body), moved
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Window:
+    """The works that stand beside a transfer as it is, from its issue to its reader.
+
+    `reader` is a block, or the number of blocks if no block waits for the transfer.
+    """
+
+    stmt: ir.Communicate
+    reader: int
+    works: list[int]
+
+
+class Order:
+    """The blocks of a program in their new order; all blocks are numbers of the old.
+
+    `place` has the position of each block, and that of the end behind the last one.
+    """
+
+    def __init__(self, program: Program, is_open: IsOpen) -> None:
+        self.blocks = StatementBlocks(program)
+        self.order = [*range(len(self.blocks.all))]
+        self.place = [*self.order, len(self.order)]
+        self.open = {
+            number: stmt
+            for number, stmt in self.blocks.transfers()
+            if stmt.kind in (*GATHERING, *SUMS) and is_open(stmt)
+        }
+        self.windows: dict[int, _Window] = {}
+        """By a transfer's block, if the transfer has work beside it."""
+
+    def has_exposed(self) -> bool:
+        """Find the windows; whether some transfer has none."""
+        for number in self.open:
+            self.keep_window(number)
+        return len(self.windows) < len(self.open)
+
+    def moved(self) -> Iterator[MovedWork]:
+        """Move a product beside each exposed transfer that has one."""
+        for number in [n for n in self.open if n not in self.windows]:
+            window = self.window(number)
+            if window is None:
+                continue
+            # A move before may have put work beside this transfer as well.
+            product = None if window.works else self.moved_beside(number, window)
+            if product is not None:
+                yield MovedWork(product, window.stmt)
+            self.keep_window(number)
+
+    def keep_window(self, number: int) -> None:
+        window = self.window(number)
+        if window is not None and window.works:
+            self.windows[number] = window
+
+    # --- Windows -------------------------------------------------------------- #
+
+    def window(self, number: int) -> _Window | None:
+        """The window of a transfer as the order is; as `intervals.py` has it."""
+        stmt = self.open[number]
+        behind, _ = self.blocks.before(stmt)
+        if not self.windows.keys().isdisjoint(behind):
+            return None  # of a value that another moved transfer brings
+        made_of = self.windows.keys() & self.blocks.waited_for(behind)
+        issued = (self.windows[each].works[0] for each in made_of)
+        ready = max((self.place[each] for each in (*behind, *issued)), default=-1)
+        reader = self.reader(number)
+        inside = self.order[ready + 1 : self.place[reader]]
+        return _Window(stmt, reader, [n for n in inside if self.hides(n, stmt)])
+
+    def hides(self, number: int, stmt: ir.Communicate) -> bool:
+        """Whether a block is work that a transfer may stand beside."""
+        block = self.blocks.all[number]
+        return block.contracts if stmt.kind in GATHERING else block.works
+
+    def reader(self, number: int) -> int:
+        """The first block behind a transfer that reads it and cannot wait."""
+        made = {self.open[number].out.name}
+        for later in self.order[self.place[number] + 1 :]:
+            block = self.blocks.all[later]
+            if made.isdisjoint(block.reads):
+                continue
+            if not block.can_wait:
+                return later
+            made |= block.writes
+        return len(self.blocks.all)
+
+    # --- Moves ---------------------------------------------------------------- #
+
+    def moved_beside(self, number: int, window: _Window) -> ir.Compute | None:
+        """The largest product that there is, moved before the reader of a transfer."""
+        place = self.place[window.reader]
+        found = [*self.from_before(number, place), *self.from_behind(number, place)]
+        if not found:
+            return None
+        moved = max(found, key=lambda each: work_of(self.product(each[0])))
+        self.move(set(moved), place)
+        return self.product(moved[0])
+
+    def move(self, numbers: set[int], place: int) -> None:
+        """Move blocks, in their order, to a place."""
+        some = [n for n in self.order if n in numbers]
+        before, behind = (
+            [n for n in part if n not in numbers]
+            for part in (self.order[:place], self.order[place:])
+        )
+        self.order = [*before, *some, *behind]
+        for position, each in enumerate(self.order):
+            self.place[each] = position
+        for window in self.windows.values():
+            window.works[:] = [n for n in window.works if n not in numbers]
+        for each in self.windows.keys() & numbers:
+            self.keep_window(each)
+
+    def product(self, number: int) -> ir.Compute:
+        stmt = self.blocks.all[number].stmt
+        assert isinstance(stmt, ir.Compute)
+        return stmt
+
+    def near(self, numbers: Sequence[int]) -> Iterator[int]:
+        """The products among the first works, but for those that have to stay."""
+        works = [n for n in numbers if self.blocks.all[n].works][:_PAST]
+        alone = {w.works[0] for w in self.windows.values() if len(w.works) == 1}
+        for number in works:
+            if number not in alone and self.blocks.product(number) is not None:
+                yield number
+
+    # --- From before it ------------------------------------------------------- #
+
+    def from_before(self, number: int, place: int) -> Iterator[list[int]]:
+        """Products before a transfer, each with what is made of it before a place."""
+        for product in self.near(self.order[: self.place[number]][::-1]):
+            between = self.order[self.place[product] + 1 : place]
+            behind = self.made_of(product, between)
+            if behind is None or number in behind:
+                continue
+            if all(self.stays_hidden(each, place) for each in behind):
+                yield [product, *behind]
+
+    def made_of(self, product: int, between: Sequence[int]) -> list[int] | None:
+        """What is made of a product; None if some of it cannot move along."""
+        made, sent, behind = {*self.blocks.all[product].writes}, set[str](), list[int]()
+        for later in between:
+            block = self.blocks.all[later]
+            name = communication_of(block.stmt)
+            if isinstance(block.stmt, ir.Wait):
+                behind += [later] if name in sent else []
+            if made.isdisjoint(block.reads):
+                continue
+            if not block.can_wait and not self.is_sum(later):
+                return None
+            made |= block.writes
+            sent |= {name} if name else set()
+            behind.append(later)
+        return behind
+
+    def is_sum(self, number: int) -> bool:
+        return number in self.open and self.open[number].kind in SUMS
+
+    def stays_hidden(self, number: int, place: int) -> bool:
+        """Whether a block is no hidden sum, or has work beside it at a later place."""
+        if number not in self.windows:
+            return True
+        behind = self.order[place : self.place[self.reader(number)]]
+        return any(self.blocks.all[each].works for each in behind)
+
+    # --- From behind it ------------------------------------------------------- #
+
+    def from_behind(self, number: int, place: int) -> Iterator[list[int]]:
+        """Products behind a transfer, each with the cheap blocks that it needs."""
+        after = self.order[place:]
+        made_of_it = self.all_made_of(number)
+        for product in self.near(after):
+            needed = self.needed(product, {*after})
+            if needed is not None and made_of_it.isdisjoint((product, *needed)):
+                yield [product, *needed]
+
+    def all_made_of(self, number: int) -> set[int]:
+        """The blocks that a transfer has to come before."""
+        made, found = {self.open[number].out.name}, set[int]()
+        for later in self.order[self.place[number] + 1 :]:
+            block = self.blocks.all[later]
+            if not made.isdisjoint(block.reads):
+                made |= block.writes
+                found.add(later)
+        return found
+
+    def needed(self, product: int, after: set[int]) -> list[int] | None:
+        """The cheap blocks among those after a place that a product needs before it.
+
+        None if it needs others, or reads a transfer that has work beside it so far.
+        """
+        found = list[int]()
+        waiting = [product]
+        while waiting:
+            for name in self.blocks.all[waiting.pop()].reads:
+                maker = self.blocks.maker.get(name)
+                if maker is None or maker in found:
+                    continue
+                if maker in self.windows:
+                    return None
+                if maker in after and not self.blocks.goes_along(maker):
+                    return None
+                if maker in after or self.blocks.all[maker].can_wait:
+                    found.append(maker)
+                    waiting.append(maker)
+        return [each for each in found if each in after]
