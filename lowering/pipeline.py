@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles
@@ -17,7 +18,7 @@ from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import Remembering
 from jhost.lowering.frontend.build import build
-from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
@@ -30,10 +31,10 @@ from jhost.lowering.loops.leave_idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
-from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.in_blocks import InBlocks
 from jhost.lowering.padding.pad_uneven import PadUneven
 from jhost.lowering.schedule.compute_late import ComputeLate
+from jhost.lowering.schedule.recompute.programs import stack_least
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
@@ -109,7 +110,6 @@ def passes(
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
         CombineSmall(),
-        StackLess(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
@@ -184,12 +184,18 @@ def build_program(
 ) -> Program:
     """The Host IR program of `closed_jaxpr` before any pass, with global shapes."""
     program = build(
-        inline_calls(closed_jaxpr),
+        _equations(closed_jaxpr),
         name=name,
         mesh=mesh,
         param_names=param_names,
         result_names=result_names,
         display_names=display_names,
+        flatten=_equations,
     )
     verify(program, after="build")
     return program
+
+
+def _equations(closed_jaxpr: Any, around: JaxprEqn | None = None) -> FlatJaxpr:
+    """Those of a program or a body, without calls; scans stack little for others."""
+    return stack_least(inline_calls(closed_jaxpr, around))

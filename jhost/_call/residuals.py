@@ -21,7 +21,6 @@ from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._call.config import Config, derived_params, program_config
 from jhost._call.program import host_program, laid_out, lower_as, streams_of
-from jhost._call.residual_cut import hand_over_least
 from jhost._call.residual_names import with_names
 from jhost._jax import (
     Split,
@@ -38,6 +37,7 @@ from jhost.lowering.frontend.inline_calls import inline_plain_calls
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.rules.properties import MARKS
+from jhost.lowering.schedule.recompute.programs import hand_over_least
 
 MarkerChain: TypeAlias = tuple[JaxprEqn, ...]
 """Marks on one value, each on what the one before it gives."""

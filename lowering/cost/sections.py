@@ -24,7 +24,6 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.ir.statements import Wait
 from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
-from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.schedule.compute_late import ComputeLate
 
 _LAYERS = 3
@@ -78,7 +77,6 @@ class Sections:
     def __init__(
         self, program: Program, alike: Sequence[Sequence[int]] | None = None
     ) -> None:
-        program = StackLess().apply(program)
         if alike is None:
             program = ComputeLate().apply(program)
         self.program = program

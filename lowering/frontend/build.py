@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
@@ -40,6 +40,9 @@ from jhost.lowering.rules.table import for_parts, reason_of, rule_of
 
 _MOVED = "a move to other memory"
 
+Flatten: TypeAlias = Callable[[Any, JaxprEqn], FlatJaxpr]
+"""A closed jaxpr, and the equation whose body it is -> its equations, without calls."""
+
 
 def build(
     flat: FlatJaxpr,
@@ -50,10 +53,12 @@ def build(
     result_names: Sequence[str],
     display_names: DisplayNames | None = None,
     is_body: bool = False,
+    flatten: Flatten = inline_calls,
 ) -> Program:
     """The straight-line program of `flat`, with its marks, and those of its bodies.
 
-    `display_names` are what messages call the values; without them, the same names.
+    `flatten` gives the equations of a body.  `display_names` are what messages call the
+    values; without them, the same names.
 
     Raises:
         SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
@@ -68,9 +73,8 @@ def build(
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
     flat = with_shifts(without_transposes(flat))
     said = display_names or DisplayNames(param_names, result_names)
-    builder = _Builder(
-        flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True)), said
-    )
+    by_result = dict(zip(flat.outvars, result_names, strict=True))
+    builder = _Builder(flat, name, mesh, by_result, said, flatten)
     params = builder.params(flat.invars, param_names)
     builder.given = {param.name for param in params} if is_body else set()
     for eqn in flat.eqns:
@@ -104,10 +108,12 @@ class _Builder(Markers):
         mesh: AbstractMesh,
         result_names: Mapping[Var, str],
         display_names: DisplayNames,
+        flatten: Flatten,
     ) -> None:
         super().__init__(flat, mesh, result_names, display_names)
         self.name = name
         self.said = display_names
+        self.flatten = flatten
 
     def equation(self, eqn: JaxprEqn) -> None:
         marker = MARKERS.get(eqn.primitive.name)
@@ -175,7 +181,7 @@ class _Builder(Markers):
         ]
         said = [name or other for name, other in zip(said, outside, strict=True)]
         return build(
-            inline_calls(jaxpr, eqn),
+            self.flatten(jaxpr, eqn),
             name=f"{self.name}.{what}",
             mesh=self.mesh,
             param_names=param_names(jaxpr),
@@ -184,6 +190,7 @@ class _Builder(Markers):
                 params=said, results=[None] * len(jaxpr.out_avals)
             ),
             is_body=True,
+            flatten=self.flatten,
         )
 
     def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:

@@ -5,7 +5,8 @@ Chunks would hide a backward's transfers, but they make matmuls smaller, and the
 contractions need the chunks put together.  The contractions can hide the transfers
 themselves.  Whole shards come while contractions of earlier loops are computed, and
 sums go to their owners beside the loop's own contractions.
-`schedule/waiting_contractions.py` decides which contractions stand beside a transfer.
+`schedule/whole_shards.py` decides when the transfers are issued, and
+`schedule/waiting_contractions.py` which contractions stand beside them.
 
 On two H100s six layers of Llama 8B in a scan, forward and backward, take 67.6 ms in
 this way, 69.8 ms with the contractions behind loops over chunks, and 73.6 ms with one
@@ -14,26 +15,19 @@ collective for each transfer.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant
-from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.moves import MovingLoop
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
-
-_MOVES = ir.Stream(name="moves")
-"""The queue of the transfers."""
+from jhost.lowering.schedule.whole_shards import in_order, in_turns, with_work_beside
 
 
 class WholeShards(MovingLoop):
-    """Communications issued together, by permutes, with contractions beside them.
-
-    All of it is on the stream OWN, where operands are made and results are read.
-    """
+    """Communications issued together, by permutes, with contractions beside them."""
 
     def __init__(self, spec: LoopSpec, contractions: Sequence[Node]) -> None:
         super().__init__(spec)
@@ -47,18 +41,7 @@ class WholeShards(MovingLoop):
                 self.step, self.chunks, self.body = Constant(step), {}, []
                 self.node(node)
                 moved += self.body
-        waits = [stmt for stmt in moved if isinstance(stmt, ir.Wait)]
-        issued = [stmt for stmt in moved if not isinstance(stmt, ir.Wait)]
-        # Issued before the contractions beside them, and waited for behind these: XLA
-        # makes a transfer synchronous if it finds nothing to run beside it.
-        source = ir.Synchronize(stream=OWN)
-        return [
-            *on_stream(_MOVES, [source, *self.before, *issued], back=OWN),
-            ir.Synchronize(stream=_MOVES),
-            *self.beside,
-            *on_stream(_MOVES, waits, back=OWN),
-            ir.Synchronize(stream=_MOVES),
-        ]
+        return with_work_beside([*self.before, *moved], self.beside)
 
 
 class Unchunked:
@@ -72,26 +55,10 @@ class Unchunked:
 
     def statements(self) -> list[ir.Stmt]:
         body: list[ir.Stmt] = []
-        # Transfers in a row are issued together, beside the same contractions.
-        for moves, nodes in itertools.groupby(self.in_order(), self.is_moved):
-            group = [*nodes]
+        for moves, group in in_turns(self.spec.nodes, self.is_moved):
             body += self.moved(group) if moves else self.computed(group)
         self.contractions.made(self.spec.nodes)
-        return [
-            # On a stream of its own: its tokens order the work against the transfers.
-            ir.GetCurrentStream(stream=MAIN),
-            *on_stream(OWN, [ir.Synchronize(stream=MAIN), *body]),
-            ir.Synchronize(stream=OWN),
-            *self.last,
-        ]
-
-    def in_order(self) -> list[Node]:
-        """The nodes, with transfers of values from outside of the loop first."""
-        made = {buffer.name for node in self.spec.nodes for buffer in node.writes}
-        return sorted(
-            self.spec.nodes,
-            key=lambda node: not self.is_moved(node) or node.reads[0].name in made,
-        )
+        return [*in_order(body), *self.last]
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)

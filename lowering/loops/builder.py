@@ -22,7 +22,6 @@ from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.beside import Unchunked
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
-from jhost.lowering.loops.gather_again import gathers_again
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.loops.skewed import SkewedLoop
@@ -32,6 +31,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
+from jhost.lowering.schedule.recompute.gathers import gathers_again
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import unit_of
@@ -149,24 +149,10 @@ class LoopBuilder:
 
     def body(self, groups: Sequence[Group]) -> Iterator[Stmt]:
         """The statements of all groups and, between them, waiting contractions."""
-        self.adding = self.groups_that_add(groups)
+        streamed = [g for g in groups if id(g[0]) in self.participations]
+        self.adding = self.contractions.made_last(streamed)
         for group in self.contractions.in_order(groups):
             yield from self.lower(group)
-
-    def groups_that_add(self, groups: Sequence[Group]) -> list[Group]:
-        """For each waiting contraction, the last group that makes an operand of it."""
-        makers = {
-            buffer.name: number
-            for number, group in enumerate(groups)
-            if id(group[0]) in self.participations
-            for node in group
-            for buffer in node.writes
-        }
-        found = {
-            max((makers[b.name] for b in node.reads if b.name in makers), default=-1)
-            for node in self.contractions.every
-        }
-        return [groups[number] for number in sorted(found - {-1})]
 
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, behind the exchanges that its operands need."""

@@ -17,7 +17,7 @@ from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
-from jhost.lowering.schedule.compute_again import with_copies
+from jhost.lowering.schedule.recompute.loops import with_copies
 from jhost.lowering.streams.plan import with_plan_of
 
 

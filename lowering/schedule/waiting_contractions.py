@@ -54,6 +54,15 @@ class WaitingContractions:
         yield from ((node,) for node in self.taken(self.waiting))
         yield from self.resumed()
 
+    def made_last(self, groups: Sequence[Group]) -> list[Group]:
+        """For each contraction, the last of the groups that make an operand of it."""
+        makers = {name: n for n, group in enumerate(groups) for name in _written(group)}
+        found = {
+            max((makers[b.name] for b in node.reads if b.name in makers), default=-1)
+            for node in self.every
+        }
+        return [groups[number] for number in sorted(found - {-1})]
+
     def made(self, nodes: Iterable[Node]) -> None:
         """Note that the values of these nodes are there from now on."""
         self.unmade -= _written(nodes)

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost._call.residual_cut import hand_over_least
 from jhost._jax import Residual, Split, evaluate
+from jhost.lowering.schedule.recompute.programs import hand_over_least
 from tests.jhost.derived import backward, programs
 from tests.lowering.on_mesh import on
 from tests.lowering.traced import array
@@ -293,16 +293,19 @@ def scanning(drawn: dict[str, Any]) -> Callable[..., Array]:
 def test_gradients_through_scans_of_any_formula(drawn: dict[str, Any]) -> None:
     f = scanning(drawn)
     specs = (P(None, "tp"), P(None, None)), P("tp")
-    hosted = jhost.jit(
-        f, **on({"tp": 4}, *specs, pipeline="off", compiler_options=None)
-    )
+    settings = on({"tp": 4}, *specs, pipeline="off", compiler_options=None)
+    hosted = jhost.jit(f, **settings)
 
-    def pulled(fun: Callable[..., Array], *args: Array) -> Any:
-        return jax.jit(jax.grad(lambda *xs: jnp.sum(fun(*xs)), (0, 1)))(*args)
+    def gradients(fun: Callable[..., Array]) -> Callable[..., Any]:
+        return jax.grad(lambda *xs: jnp.sum(fun(*xs)), (0, 1))
 
+    # In two programs, or in one with a gradient of its own.
+    whole = jhost.jit(gradients(f), **settings | {"out_shardings": specs[0]})
     with jax.enable_x64(True):  # squares of squares leave what float32 has exactly
         args = [a.astype(float) for a in (array(2, 8, 8), array(8, 8, seed=1) % 2)]
-        chex.assert_trees_all_close(pulled(hosted, *args), pulled(f, *args), rtol=1e-9)
+        wanted = jax.jit(gradients(f))(*args)
+        for given in (jax.jit(gradients(hosted)), whole):
+            chex.assert_trees_all_close(given(*args), wanted, rtol=1e-9)
 
 
 DERIVATIVES: dict[str, Callable[[Any], Any]] = {

@@ -18,7 +18,7 @@ from jhost._annotate import Pipeline
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Allocate, Scan
-from jhost.lowering.schedule.compute_again import with_copies
+from jhost.lowering.schedule.recompute.loops import with_copies
 from jhost.lowering.verify.program import verify
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array, asked, check
@@ -233,6 +233,22 @@ def test_a_slice_that_is_handed_on_as_it_is() -> None:
         return lax.scan(second, x, signs)
 
     assert bytes_stacked(f, array(4, 4), array(LAYERS, 4, 4)) == 0
+
+
+def test_a_weight_that_both_scans_read_is_sliced_once() -> None:
+    """The backward makes the cast again, of the slice that it has already."""
+
+    def f(x: jax.Array, ws: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return bent(x @ w.astype(jnp.bfloat16).astype(jnp.float32)) * w, None
+
+        return jnp.sum(lax.scan(layer, x, ws)[0])
+
+    x, ws = array(MODEL, MODEL), array(LAYERS, MODEL, MODEL, seed=1)
+    program = check(jax.grad(f, (0, 1)), x, ws, mesh=mesh_of(tp=1))
+    *_, back = (stmt for stmt in program.body if isinstance(stmt, Scan))
+    assert len({b.name for b in back.xs}) == len(back.xs)
+    assert stacked(program).count(ws.shape) == 2  # the product, and what it was of
 
 
 def test_what_a_policy_names_is_stacked() -> None:

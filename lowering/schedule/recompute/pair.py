@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import Residual, Split, rewritten
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_plain_calls
@@ -99,3 +100,15 @@ def split_of(pair: Pair, like: Split) -> Split:
         ),
         residuals=(*map(source, values), *constants),
     )
+
+
+def on_others(
+    eqns: Iterable[JaxprEqn], instead: Mapping[Var, Var]
+) -> tuple[JaxprEqn, ...]:
+    """The equations, on other values `instead` of some of their operands."""
+    return tuple(eqn.replace(invars=renamed(eqn.invars, instead)) for eqn in eqns)
+
+
+def renamed(atoms: Iterable[Any], instead: Mapping[Var, Var]) -> list[Any]:
+    """The values that stand `instead` of others, and the rest as they are."""
+    return [a if isinstance(a, Literal) else instead.get(a, a) for a in atoms]

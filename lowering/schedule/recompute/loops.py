@@ -15,7 +15,6 @@ from typing import TypeAlias, TypeGuard
 from jhost._jax import fresh_var
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
-from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.marks import SerialMark
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -23,6 +22,7 @@ from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Select, Stmt
 from jhost.lowering.rules.elementwise import COMPUTED_AGAIN
+from jhost.lowering.schedule.recompute.cut import least_cut
 
 Cheap: TypeAlias = Compute | Select
 
@@ -119,12 +119,12 @@ class _Flow:
             made_of = self._made_of(at_depth, depth)
             if at_depth.isdisjoint(made_of):
                 continue
-            kept = least_cut(
+            cut = least_cut(
                 at_depth, made_of, functools.partial(self._bytes, wanted, depth)
             )
-            for name in kept:
+            for name in cut.kept:
                 wanted.setdefault(self.depths[name], set()).add(name)
-            again |= set(needed(at_depth, made_of, kept)) - kept
+            again |= cut.again
         return again
 
     def _read_behind(self) -> dict[int, set[str]]:

@@ -1,4 +1,4 @@
-"""Scans of the first program pass few bytes to scans of the second, slice by slice.
+"""Scans of a forward pass few bytes to scans of its backward, slice by slice.
 
 In JAX the scan of a forward stacks all that its backward reads, such as the six inner
 values of a SwiGLU.  The bodies of two such scans are a pair of programs too.  The body
@@ -15,20 +15,24 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._call.residual_pair import Pair
 from jhost._jax import (
+    arg_names,
+    aval_of,
     fresh_var,
     primitive_name,
     rewritten,
     scan_counts,
     scan_like,
     stacked_var,
+    with_operand_names,
 )
-from jhost.lowering.frontend.inline_calls import inline_plain_calls
+from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_plain_calls
 from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.rules.dim_rule import shape_of
+from jhost.lowering.schedule.recompute.pair import Pair, on_others, renamed
 
-LeastCut: TypeAlias = Callable[[Pair, Sequence[int]], Pair]
-"""A pair, and the bytes that it costs to hand on each operand -> with the least."""
+LeastCut: TypeAlias = Callable[[Pair, Mapping[Var, int]], Pair]
+"""A pair, and the bytes that handing on some of its values takes -> with the least."""
 
 
 def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: LeastCut) -> Pair:
@@ -40,16 +44,24 @@ def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: LeastCut) 
         least: rewrites the bodies as a pair with the fewest bytes.
     """
     # By position, as the pair is a new one after each two scans that hand on less.
-    for here in _scans(pair.first.eqns):
-        for there in _scans(pair.second.eqns):
-            if handed := _handed(pair, here, there):
-                scans = _Scans(pair, here, there, handed)
-                bodies = least(scans.bodies(), scans.costs(cost))
-                pair = scans.joined(bodies)
+    for here in scans_in(pair.first.eqns):
+        for there in scans_in(pair.second.eqns):
+            pair = with_less_stacked(pair, here, there, cost, least)
     return pair
 
 
-def _scans(eqns: Sequence[JaxprEqn]) -> list[int]:
+def with_less_stacked(
+    pair: Pair, here: int, there: int, cost: Callable[[Var], int], least: LeastCut
+) -> Pair:
+    """The two programs with the least between two scans of theirs, by position."""
+    if not (handed := _handed(pair, here, there)):
+        return pair
+    scans = _Scans(pair, here, there, handed)
+    bodies = scans.bodies()
+    return scans.joined(least(bodies, scans.costs(bodies, cost)))
+
+
+def scans_in(eqns: Sequence[JaxprEqn]) -> list[int]:
     """The positions of scans; a scan with effects stays as it is."""
     return [
         n
@@ -134,48 +146,74 @@ class _Scans:
             self.pair.by_policy,
         )
 
-    def costs(self, cost: Callable[[Var], int]) -> list[int]:
-        """The bytes in an iteration that passing each operand of the one scan takes.
+    def costs(self, bodies: Pair, cost: Callable[[Var], int]) -> dict[Var, int]:
+        """The bytes in an iteration that passing what the one scan has takes.
 
-        Constants and slices exist outside.  A carried value would have to be stacked.
+        Constants and slices exist outside, and so do stacks that others read.  A
+        carried value would have to be stacked.
         """
         consts, count = scan_counts(self.stacking)
         # A scan of length 0 has bodies, too.
         length = max(1, self.stacking.params["length"])
-        costs = [
-            0 if isinstance(atom, Literal) else math.ceil(cost(atom) / length)
-            for atom in self.stacking.invars
-        ]
-        carried = slice(consts, consts + count)
-        params = self.stacking.params["jaxpr"].in_avals
+        outside = [*self.stacking.invars]
+        outside += [self.stacking.outvars[n] for n in self.kept[count:]]
+        inside = [*bodies.first.invars, *bodies.first.outvars[count:]]
+        costs = {
+            var: 0 if isinstance(atom, Literal) else math.ceil(cost(atom) / length)
+            for var, atom in zip(inside, outside, strict=True)
+        }
         # Nothing outside of a scan has the value that it carries in each iteration.
-        costs[carried] = [
-            size_in_bytes(param.shape, param.dtype.itemsize)
-            for param in params[carried]
-        ]
-        return costs
+        carried = inside[consts : consts + count]
+        return costs | {
+            var: size_in_bytes(shape_of(var), aval_of(var).dtype.itemsize)
+            for var in carried
+        }
 
     def joined(self, bodies: Pair) -> Pair:
         """The two programs with scans of these bodies."""
         stack = _Stack(self.stacking, self.kept, bodies)
         taken = [stack.taken(value, inside) for value, inside in bodies.handed]
+        read = self.read(bodies.second)
+        same = {t.inside: read[t.place] for t in taken if t.place in read}
+        taken = [t for t in taken if t.inside not in same]
         gone = {self.reading.invars[n] for n in self.handed}
         handed = [each for each in self.pair.handed if each[1] not in gone]
         handed += [(t.whole, t.operand) for t in taken if isinstance(t.operand, Var)]
         return self.pair.with_eqns(
             _with(self.pair.first.eqns, self.here, stack.scan()),
-            _with(self.pair.second.eqns, self.there, self.taking(taken, bodies)),
+            _with(
+                self.pair.second.eqns,
+                self.there,
+                self.taking(taken, bodies.second, same),
+            ),
             tuple(handed),
         )
 
-    def taking(self, taken: Sequence[_Taken], bodies: Pair) -> JaxprEqn:
+    def read(self, body: FlatJaxpr) -> dict[tuple[Any, bool], Var]:
+        """The constants and slices that the other scan's body reads, by what they are.
+
+        A value of the first program, and whether it is a slice of it.
+        """
+        first, count = scan_counts(self.reading)
+        values = {operand: value for value, operand in self.pair.handed}
+        return {
+            (values.get(atom, atom), n >= first + count): var
+            for n, var in zip(self.left, body.invars, strict=True)
+            if not first <= n < first + count
+            and not isinstance(atom := self.reading.invars[n], Literal)
+        }
+
+    def taking(
+        self, taken: Sequence[_Taken], body: FlatJaxpr, same: Mapping[Var, Var]
+    ) -> JaxprEqn:
         """The other scan, with a body that takes these values instead.
 
-        New constants come before the old ones, and new slices behind the old ones.
+        It reads others instead of those that are the `same`.  New constants come before
+        the old ones, and new slices behind the old ones.
         """
         # JAX's transpose of a scan (0.10 to 0.12) expects constants and slices that it
         # does not differentiate by at these ends.
-        scan, body = self.reading, bodies.second
+        scan = self.reading
         first, count = scan_counts(scan)
         old = dict(zip(self.left, body.invars, strict=True))
         consts = [(t.operand, t.inside) for t in taken if not t.sliced]
@@ -184,14 +222,17 @@ class _Scans:
         xs = [(scan.invars[n], var) for n, var in old.items() if n >= first + count]
         xs += [(t.operand, t.inside) for t in taken if t.sliced]
         inside = [*(var for _, var in consts), *carry, *(var for _, var in xs)]
+        new = rewritten(
+            scan.params["jaxpr"],
+            invars=inside,
+            outvars=renamed(body.outvars, same),
+            eqns=on_others(body.eqns, same),
+        )
+        names = arg_names(scan.params["jaxpr"])
+        said = {old[n]: name for n, name in enumerate(names) if n in old}
         return scan_like(
             scan,
-            rewritten(
-                scan.params["jaxpr"],
-                invars=inside,
-                outvars=body.outvars,
-                eqns=body.eqns,
-            ),
+            with_operand_names(new, [said.get(var, "") for var in inside]),
             consts=[atom for atom, _ in consts],
             xs=[atom for atom, _ in xs],
             ys=scan.outvars[count:],
@@ -214,6 +255,14 @@ class _Taken:
     operand: Any
     inside: Var
     sliced: bool
+
+    @property
+    def place(self) -> tuple[Any, bool]:
+        """What it is outside; a literal is by itself."""
+        return (
+            id(self.whole) if isinstance(self.whole, Literal) else self.whole,
+            self.sliced,
+        )
 
 
 class _Stack:
@@ -253,7 +302,7 @@ class _Stack:
         )
         return scan_like(
             self.old,
-            body,
+            with_operand_names(body, arg_names(self.old.params["jaxpr"])),
             consts=self.old.invars[:consts],
             xs=self.old.invars[consts + count :],
             ys=[y for _, y in self.ys],

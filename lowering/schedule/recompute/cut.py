@@ -9,9 +9,10 @@ read (Horace He, "Min-cut optimal recomputation", PyTorch 2022,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from scipy import sparse
@@ -25,18 +26,26 @@ _COUNTED, _UNBOUNDED = 2**29, 2**30
 _SOURCE, _SINK = 0, 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut(Generic[T]):
+    """The values to keep, and those to compute again from them."""
+
+    kept: set[T]
+    again: set[T]
+
+
 def least_cut(
     wanted: Collection[T],
     made_of: Mapping[T, Sequence[T]],
     size: Callable[[T], int],
-) -> set[T]:
+) -> Cut[T]:
     """The values of the smallest total size from which `wanted` can be computed again.
 
     `made_of` has the operands of each value that can be computed again.  In the graph a
     value is an edge, from its maker to its readers.  Among the smallest cuts it is the
     one that leaves the least to compute.
     """
-    values = needed(wanted, made_of)
+    values = _needed(wanted, made_of)
     sizes = {value: size(value) for value in values}
     scale = min(1.0, _COUNTED / max(1, sum(sizes.values())))
     made = {value: 2 * number + 2 for number, value in enumerate(values)}
@@ -53,10 +62,11 @@ def least_cut(
         if value in wanted:
             edges[made[value] + 1, _SINK] = _UNBOUNDED
     behind = _behind_least_cut(edges, 2 * len(values) + 2)
-    return {v for v in values if made[v] not in behind and made[v] + 1 in behind}
+    kept = {v for v in values if made[v] not in behind and made[v] + 1 in behind}
+    return Cut(kept, again=set(_needed(wanted, made_of, kept)) - kept)
 
 
-def needed(
+def _needed(
     wanted: Iterable[T], made_of: Mapping[T, Sequence[T]], kept: Collection[T] = ()
 ) -> list[T]:
     """`wanted`, and all that it can be computed again from, back to what is `kept`."""
