@@ -30,13 +30,13 @@ class Block(nnx.Module):
         self.down = jhost.nnx.RowParallelLinear(hidden, features, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of `[batch, sequence, features]`, the same shape."""
+        """Takes and returns `[batch, sequence, features]`."""
         x = x + self.attention(self.attention_norm(x), is_causal=True)
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains the block to give back what it gets, and says how long a step takes."""
+    """Trains the block to return its input, and prints how long a step takes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--large", action="store_true", help="the size for GPUs")

@@ -2,10 +2,10 @@
 
 JAX_NUM_CPU_DEVICES=4 python examples/decode.py --cache positions
 
-A prompt is read at once, and each token after it writes one position of the cache.  By
-heads, each device has all positions of some heads, and weights are sharded likewise.
-By positions, each has some positions of all heads: the device that has a position is
-the one that writes it, and what each finds among its keys is added up.  The cache never
+The model reads a prompt at once.  Each token after it writes one position of the cache.
+By heads, each device has all positions of some heads, and weights are sharded likewise.
+By positions, each device has some positions of all heads.  It writes these positions,
+and attends to its own keys.  The results of all devices are added up.  The cache never
 moves.
 """
 
@@ -49,7 +49,7 @@ PARAMS: Params = {
 
 
 def specs_of(by: By) -> Params:
-    """By positions each device needs all heads, so it has their weights as well."""
+    """The shardings.  By positions each device needs all heads, and their weights."""
     if by == "heads":
         return PARAMS
     whole = dict.fromkeys(("query", "key", "value", "out"), P())
@@ -59,7 +59,7 @@ def specs_of(by: By) -> Params:
 def attend(
     q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """To all positions of a cache that queries from `position` on may see."""
+    """Attends to the positions of a cache that queries from `position` on may see."""
     batch, tokens, heads, size = q.shape
     q = q.reshape(batch, tokens, keys.shape[2], -1, size)
     scores = jnp.einsum("btkgs,bpks->btkgp", q, keys) * size**-0.5
@@ -78,7 +78,7 @@ def step(
     tokens: jax.Array,
     position: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """The cache with the tokens from `position` on, and the token that follows them."""
+    """Returns the cache with the tokens from `position` on, and the next token."""
 
     def layer(x: jax.Array, given: tuple[Params, Cache]) -> tuple[jax.Array, Cache]:
         w, cache = given
@@ -105,7 +105,7 @@ def step(
 def decoded(
     jitted: Any, params: Params, cache: Cache, prompt: jax.Array, count: int
 ) -> tuple[Cache, np.ndarray]:
-    """The cache in the end, and the `count` tokens behind a prompt."""
+    """Returns the cache at the end, and the `count` tokens behind a prompt."""
     cache, token = jitted(params, cache, prompt, 0)
     tokens = [token]
     for position in range(prompt.shape[1], prompt.shape[1] + count - 1):
@@ -115,7 +115,7 @@ def decoded(
 
 
 def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
-    """Decodes with jhost and without, and returns what jhost says of a token."""
+    """Decodes with jhost and without, and returns the explanation of one token."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cache", choices=CACHES, default="heads")
     parser.add_argument("--tokens", type=int, default=64)

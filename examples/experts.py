@@ -2,9 +2,9 @@
 
 JAX_NUM_CPU_DEVICES=4 python examples/experts.py
 
-Each device has some of the experts, and a part of the tokens.  Tokens go to the devices
-of the experts that they choose and come back, however many choose one; no expert's
-weights move, nor do their gradients.  It needs flax and optax.
+Each device has some of the experts, and a part of the tokens.  Tokens move to the
+devices of the experts that they choose, and back.  Any number of them may choose one
+expert.  No weights and no gradients of experts move.  It needs flax and optax.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from measure import difference, milliseconds
 
 import jhost.nnx
 
-BALANCE = 0.01  # how much of the loss is that tokens choose unevenly
+BALANCE = 0.01  # the share of the loss for uneven choices of tokens
 
 
 def loss(layer: jhost.nnx.MoE, x: jax.Array, y: jax.Array) -> jax.Array:
-    """How far tokens `[batch, sequence, features]` are from what is wanted of them."""
+    """The error of tokens `[batch, sequence, features]`, and of uneven choices."""
     return jnp.mean((layer(x) - y) ** 2) + BALANCE * layer.load_balance(x)
 
 
 def data(batch: int, sequence: int, features: int, pieces: int) -> Any:
-    """Tokens, and what is wanted: a linear map for each of some directions."""
+    """Tokens and their targets: a linear map for each of some directions."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (batch, sequence, features))
     maps = jax.random.normal(keys[1], (pieces, features, features)) / features**0.5
@@ -41,7 +41,7 @@ def data(batch: int, sequence: int, features: int, pieces: int) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains the mixture, says how far it is from the plain one; returns the losses."""
+    """Trains the mixture, compares it with the plain one, and returns the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--large", action="store_true", help="Mixtral 8x7B's, for GPUs")

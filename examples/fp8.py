@@ -1,10 +1,10 @@
-"""An MLP in eight bits: narrow values and their scales are what moves.
+"""An MLP in eight bits: only narrow values and their scales move.
 
 JAX_NUM_CPU_DEVICES=4 python examples/fp8.py
 
 With `--product blocks` JAX quantizes both operands, 32 values for each scale (MXFP8).
-On CPUs that needs a JAX newer than 0.10.  With `rows` it is written out, with a scale
-for each row of the one and each column of the other.
+On CPUs that needs a JAX newer than 0.10.  With `--product rows` this file does it, with
+a scale for each row of one operand and each column of the other.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ PRODUCTS: dict[str, Product] = {"blocks": by_blocks, "rows": by_rows}
 def mlp(
     product: Product, x: jax.Array, w_up: jax.Array, w_down: jax.Array
 ) -> jax.Array:
-    """Its rows are worked on as they come."""
+    """Works on each chunk of rows when it arrives."""
     h = jax.nn.gelu(product(x, w_up))
     return jhost.stream(product(h, w_down), axis=0)
 
 
 def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
-    """Compares the MLP with `jax.jit` of it, and returns what jhost says of it."""
+    """Compares the MLP with `jax.jit`, and returns its explanation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--product", choices=PRODUCTS, default="rows")
     parser.add_argument("--pipeline", choices=["p2p", "collective"], default="p2p")

@@ -3,12 +3,12 @@
 JAX_NUM_CPU_DEVICES=4 python examples/fsdp_tp.py
 
 The stream is along the hidden dim, so a chunk of it is a part of each weight.  In the
-forward's loop the next parts of the weights come while the present ones are multiplied.
-The backward fetches them again, and sends the gradients of each part to its owner, in
-loops too: `JHOST_DUMP=host_ir` writes both programs.
+loop of the forward the next parts of the weights come while the last ones are
+multiplied.  The backward fetches the parts again, and sends the gradients of each part
+to its owner, also in loops.  `JHOST_DUMP=host_ir` writes both programs.
 
-A value has one stream.  This one hides what moves over `data`; over `tp` activations
-move before and after the loops.
+A value has one stream.  This stream hides the transfers over `data`.  Activations move
+over `tp` before and after the loops.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def step(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Takes a step with the hidden dim in chunks, and says what became of it."""
+    """Takes a step with the hidden dim in chunks, and compares it with plain JAX."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pieces", type=int, default=2, help="chunks of a shard")
     parser.add_argument("--large", action="store_true", help="Llama-3 8B's, for GPUs")

@@ -1,14 +1,14 @@
 """Trains a small Llama in plain JAX, with one `jhost.jit` on the whole training step.
 
-It is written as for GSPMD: a `lax.scan` over layers with `jax.checkpoint`, another over
-microbatches, bfloat16 weights with float32 masters and AdamW, a cross-entropy of logits
-that stay sharded over the vocabulary, donation, and checkpoints.  A mesh has any sizes
-of `dp` (whole weights), `fsdp` (sharded weights) and `tp` (sharded matmuls).
+It is written as for GSPMD.  It has a `lax.scan` over layers with `jax.checkpoint`, a
+scan over microbatches, float32 weights that are cast to bfloat16, AdamW, logits that
+stay sharded over the vocabulary, donation, and checkpoints.  The mesh axes have any
+sizes: `dp` (whole weights), `fsdp` (sharded weights) and `tp` (sharded matmuls).
 
 JAX_NUM_CPU_DEVICES=8 python examples/llama.py
 
-With `--plain` the same step goes to `jax.jit`, where marks are the identity.  With
-`--checkpoint FOLDER` the same command goes on where the last one ended.
+With `--plain` the step goes to `jax.jit`, where marks are the identity.  With
+`--checkpoint FOLDER` the next command goes on where this one ends.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ PARAMS: Params = {
 
 
 def mesh_of(sizes: str) -> Mesh:
-    """Of "dp=2,tp=4"; what is not named has one device."""
+    """The mesh of "dp=2,tp=4".  Axes that it does not name have one device."""
     given = dict(size.split("=") for size in sizes.split(","))
     shape = tuple(int(given.pop(axis, 1)) for axis in ("dp", "fsdp", "tp"))
     if given:
@@ -160,7 +160,7 @@ def swiglu(x: jax.Array, w: Params) -> jax.Array:
 
 
 def logits_of(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
-    """Of the token after each."""
+    """The logits of the token after each."""
 
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         x = x + attention(config, rms_norm(x, w["attention_norm"]), w)
@@ -196,7 +196,7 @@ def first_state(config: Config) -> State:
 
 
 def specs_of(config: Config) -> State:
-    """A state's shardings: moments lie where their parameters do."""
+    """The shardings of a state: moments have those of their parameters."""
     moments = optax.tree_map_params(
         optimizer_of(config),
         lambda _, spec: spec,
@@ -227,13 +227,13 @@ def train_step(config: Config, state: State, batch: jax.Array) -> tuple[State, A
 
 
 def standard_library() -> np.ndarray:
-    """The sources of its modules; a token is a byte."""
+    """The sources of all modules.  A token is a byte."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return np.frombuffer(b"\n".join(path.read_bytes() for path in files), np.uint8)
 
 
 def batch_at(position: dict[str, int], text: np.ndarray, config: Config) -> np.ndarray:
-    """By seed and step, sequences of the text, each with the token that follows."""
+    """Sequences of the text with the tokens that follow, by seed and step."""
     rng = np.random.default_rng((position["seed"], position["step"]))
     each = config.microbatches, config.batch // config.microbatches, 1
     starts = rng.integers(len(text) - config.sequence, size=each)
@@ -241,7 +241,7 @@ def batch_at(position: dict[str, int], text: np.ndarray, config: Config) -> np.n
 
 
 def manager_of(config: Config) -> Any:
-    """Keeps checkpoints; it has saved a state before the next step takes its memory."""
+    """Keeps checkpoints.  It saves a state before the next step takes its memory."""
     every, keep = config.every, config.keep
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=every, max_to_keep=keep, enable_async_checkpointing=False

@@ -1,4 +1,4 @@
-"""How far a function's results are from another's, and how long it takes."""
+"""The difference between the results of two functions, and the time of a function."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 
 def difference(got: Any, want: Any) -> float:
-    """The norm of what differs, relative to what is wanted: of the worst leaf.
+    """The norm of the error, divided by the norm of what is wanted, of the worst leaf.
 
     Raises:
-      ValueError: It is more than roundings, of bfloat16 or TensorFloat-32, come to.
+      ValueError: The error is larger than roundings of bfloat16 or TensorFloat-32.
     """
 
     def of(a: jax.Array, b: jax.Array) -> float:
@@ -28,7 +28,7 @@ def difference(got: Any, want: Any) -> float:
 
 
 def milliseconds(f: Callable[..., Any], *args: Any) -> float:
-    """The shortest of five calls, after one that compiles."""
+    """The time of the shortest of five calls, after a call that compiles."""
     times: list[float] = []
     for _ in range(6):
         start = time.perf_counter()

@@ -17,13 +17,13 @@ import jhost
 
 
 def mlp(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
-    """Global shapes; a plain JAX function, whose rows may be worked on in chunks."""
+    """A plain JAX function of global shapes.  jhost may work on its rows in chunks."""
     h = jax.nn.gelu(x @ w_up)
     return jhost.stream(h @ w_down, axis=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the MLP in `--chunks` chunks, and says what became of it."""
+    """Runs the MLP in `--chunks` chunks, and compares it with `jax.jit`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--rows", type=int, default=128, help="for each device")

@@ -2,12 +2,12 @@
 
 JAX_NUM_CPU_DEVICES=4 python examples/moe.py
 
-Routing is that of GShard: each token of a group is sent to two experts, as long as they
-have room for it.  The stream is along the groups.  In a p2p pipeline the tokens for one
-device's experts go, and come back, while others are worked on.  In a collective one a
-chunk of the groups is routed, exchanged, worked on and exchanged back while its
-neighbours are elsewhere on that way; on an H200 a collective shares the device with a
-matmul rather than running beside it.  Measure before keeping a loop.
+Routing is that of GShard: each token of a group goes to two experts, if they have room
+for it.  The stream is along the groups.  In a p2p pipeline the tokens for the experts
+of one device move there and back while experts work on other tokens.  In a collective
+pipeline a chunk of groups is routed, moves to the experts, and moves back, while other
+chunks are elsewhere on this way.  On an H200 a collective slows the matmul that runs
+beside it, so measure before you keep a loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOM = 1.25  # how many tokens an expert has room for, relative to an even sprea
 
 
 def route(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which token goes to which place, `[g, t, e, c]`, and with what weight."""
+    """The place of each token, `[g, t, e, c]`, and its weight."""
     tokens, experts = x.shape[1], router.shape[1]
     room = int(ROOM * EACH * tokens / experts)
     logits = jnp.einsum(
@@ -60,7 +60,7 @@ def moe(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Works on the groups in chunks, by either pipeline, and says what became of it."""
+    """Works on the groups in chunks, by both pipelines, and compares the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chunks", type=int, default=4, help="of the collective one")
     parser.add_argument("--large", action="store_true", help="Mixtral 8x7B's, for GPUs")

@@ -2,7 +2,7 @@
 
 python examples/multi_process.py --processes 4
 
-starts them on this machine, on CPUs; `--platform cuda` gives each a GPU of its own.
+This starts them on this machine, on CPUs.  `--platform cuda` gives each its own GPU.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SPECS = (P("tp", None), P(None, "tp"), P("tp", None))
 
 
 def mlp(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
-    """Global shapes; a plain JAX function, whose rows may be worked on in chunks."""
+    """A plain JAX function of global shapes.  jhost may work on its rows in chunks."""
     h = jax.nn.relu(x @ w_up)
     return jhost.stream(h @ w_down, axis=0)
 
 
 def run(process: int, arguments: argparse.Namespace) -> None:
-    """What each process does: the MLP over all devices, and by itself."""
+    """Runs the MLP in a process, over all devices, and then by itself."""
     jhost.distributed.initialize(
         arguments.coordinator,
         arguments.processes,
@@ -67,7 +67,7 @@ def run(process: int, arguments: argparse.Namespace) -> None:
 
 
 def start(given: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Starts the processes, and waits for them; 0 if all ended well."""
+    """Starts the processes, waits for them, and returns 0 if all ended well."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -82,7 +82,7 @@ def start(given: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts the processes; each of them comes here again, with a number."""
+    """Starts the processes.  Each of them runs this function again, with a number."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, default=2, help="CPUs of each process")

@@ -6,8 +6,8 @@ It is written as in praxis and MaxText: `vmap` over the stages, and a scan in wh
 JAX_NUM_CPU_DEVICES=8 python examples/pipeline.py --mesh stage=4,tp=2
 
 With `--repeats 2` the schedule is circular: microbatches go around twice, and a stage
-has two groups of layers, so the bubble is half as long.  With `--delay` what it gives
-is on its way for a whole tick, beside the work of that tick, and the bubble is longer.
+has two groups of layers, so the bubble is half as long.  With `--delay` a result moves
+for a whole tick, beside the work of that tick, and the bubble is longer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENS = P(None, "dp")  # [microbatches, sequences, tokens]
 
 
 def mesh_of(sizes: str) -> Mesh:
-    """Of "stage=4,tp=2"; what is not named has one device."""
+    """The mesh of "stage=4,tp=2".  Axes that it does not name have one device."""
     given = dict(size.split("=") for size in sizes.split(","))
     shape = tuple(int(given.pop(axis, 1)) for axis in AXES)
     if given:
@@ -60,7 +60,7 @@ def mesh_of(sizes: str) -> Mesh:
 def pipeline(
     stage: Stage, weights: Any, xs: jax.Array, *, delay: bool = False
 ) -> jax.Array:
-    """What the last stage makes of each of the microbatches `xs`.
+    """The results of the last stage for the microbatches `xs`.
 
     Dims 0 and 1 of the weights are the repeats and the stages.  With one repeat this is
     GPipe.  With several, as many microbatches go around together as there are places.
@@ -106,7 +106,7 @@ def pipeline(
 def _at_first_stage(
     xs: jax.Array, ticks: int, repeats: int, stages: int, together: int
 ) -> jax.Array:
-    """By tick and stage what enters there, which is nothing but at the first stage."""
+    """What enters each stage by tick: microbatches at the first, zeros elsewhere."""
     count, *shape = xs.shape
 
     def behind(x: jax.Array, dim: int, more: int) -> jax.Array:
@@ -145,7 +145,7 @@ def loss_of(
     params: Params,
     tokens: jax.Array,
 ) -> jax.Array:
-    """The mean cross-entropy, where microbatches go `through` the layers."""
+    """The mean cross-entropy.  `through` takes microbatches through the layers."""
 
     def stage(weights: Params, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
@@ -161,10 +161,10 @@ def loss_of(
 
 
 def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
-    """Loss and gradients of a pipeline, and of the same model without.
+    """Compares loss and gradients of a pipeline with those of the same model without.
 
     Returns:
-        What jhost says of it.
+        The explanation of the pipeline.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mesh", default="stage=2,tp=2")

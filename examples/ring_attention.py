@@ -1,4 +1,4 @@
-"""Ring attention: each device has a part of a sequence, and keys and values go around.
+"""Ring attention: each device has a part of a sequence, and keys and values move.
 
 JAX_NUM_CPU_DEVICES=4 python examples/ring_attention.py
 
@@ -18,7 +18,7 @@ from measure import difference, milliseconds
 
 import jhost
 
-ROWS = P(None, "sp")  # [batch, sequence, heads, size], of each device its part
+ROWS = P(None, "sp")  # a part of the sequence, of [batch, sequence, heads, size]
 
 cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 
@@ -32,13 +32,13 @@ def attention(
 
 
 def of_the_last(q: jax.Array, k: jax.Array, v: jax.Array, count: int) -> jax.Array:
-    """The same of the last queries, which see most keys, with their scores at once."""
+    """The same for the last queries, which see most keys, with all scores at once."""
     seen = jnp.arange(k.shape[1]) <= jnp.arange(k.shape[1])[-count:, None]
     return jax.nn.dot_product_attention(q[:, -count:], k, v, mask=seen[None, None])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Attends to keys of all devices, and says what became of it."""
+    """Attends to the keys of all devices, and compares the result with JAX's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--large", action="store_true", help="for GPUs")
     large, devices = parser.parse_args(argv).large, jax.device_count()
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(jhost.explain(ring, q, k, v))
 
-    last = min(tokens, 256)  # of all queries there may be too many scores to compare
+    last = min(tokens, 256)  # the scores of all queries may need too much memory
 
     def loss(y: jax.Array) -> jax.Array:
         return jnp.mean(y[:, -last:].astype(jnp.float32) ** 2)

@@ -13,7 +13,7 @@ Params: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a model; queries come in groups, one for each head of keys and values."""
+    """Sizes of a model.  Each head of keys and values has a group of query heads."""
 
     layers: int = 4
     width: int = 64

@@ -1,8 +1,8 @@
 """Trains a Llama-style character model on the sources of Python's standard library.
 
-Twice: with jhost, and by `jax.jit` alone, over data- and tensor-parallel devices.  Both
-draw the same parameters and batches, so the losses agree.  In `--out` are afterwards
-`losses.json`, `loss.png`, and checkpoints from which `--resume` goes on.
+It trains twice, with jhost and with `jax.jit`, over data- and tensor-parallel devices.
+Both draw the same parameters and batches, so the losses agree.  Into `--out` it writes
+`losses.json`, `loss.png` and checkpoints.  `--resume` goes on from a checkpoint.
 
 JAX_NUM_CPU_DEVICES=8 python examples/train_transformer.py
 """
@@ -39,13 +39,13 @@ Block: TypeAlias = Callable[[Any, jax.Array], jax.Array]
 # Older flaxes have no rotary positions; causal attention learns to do without.
 ROPE = 10_000.0 if hasattr(nnx, "RoPE") else None
 
-CHARACTERS = 128  # ASCII; one of any other is a question mark
+CHARACTERS = 128  # ASCII; every other character is a question mark
 BATCH, TOKENS = P("dp", None), P("dp", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Of the model and its training; `batch` numbers to sequences."""
+    """Options of the model and its training.  `batch` is a number of sequences."""
 
     features: int
     hidden: int
@@ -60,7 +60,7 @@ class Config:
 
     @property
     def tokens(self) -> int:
-        """In a step."""
+        """Tokens in a step."""
         return self.batch * self.sequence
 
 
@@ -72,7 +72,7 @@ LARGE = Config(2048, 5632, 16, 8, 8, 1024, 64, 400, 3e-4, jnp.bfloat16)
 
 
 def standard_library() -> np.ndarray:
-    """All of its sources as one line of characters, the same on every run."""
+    """All sources as one line of characters, the same on every run."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
     text = "\n".join(path.read_text(errors="replace") for path in files)
@@ -90,7 +90,7 @@ def batch_of(text: np.ndarray, config: Config, step: int) -> np.ndarray:
 
 
 class Transformer(nnx.Module):
-    """Blocks that are stacked, so that one program does for all of them."""
+    """Stacked blocks, so that all blocks share one program."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         @nnx.vmap(in_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -124,7 +124,7 @@ class Transformer(nnx.Module):
 
 
 def apply(block: Any, x: jax.Array) -> jax.Array:
-    """A block without jhost."""
+    """Applies a block without jhost."""
     return constrained(block(x))
 
 
@@ -186,13 +186,13 @@ def step_of(config: Config, graph: Any, block: Block) -> Any:
 
 @dataclasses.dataclass
 class Run:
-    """What a training has given so far."""
+    """The results of a training so far."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def tokens_per_second(self, config: Config) -> float:
-        """Of the median step, without those that compile."""
+        """Tokens per second of the median step, without the steps that compile."""
         return config.tokens / float(np.median(self.seconds[2:] or self.seconds))
 
 
@@ -204,7 +204,7 @@ def train(
     last: int,
     checkpoints: Checkpoints | None,
 ) -> Run:
-    """Trains up to a step, from the last checkpoint if there are some."""
+    """Trains up to a step, from the last checkpoint if there is one."""
     graph, state = first_state(config)
     step, run, first = step_of(config, graph, block), Run(), 0
     if checkpoints is not None:
@@ -227,7 +227,7 @@ class Checkpoints:
     """The last two states of a training, with the losses so far, kept by orbax."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        import orbax.checkpoint as ocp  # not everybody keeps checkpoints
+        import orbax.checkpoint as ocp  # checkpoints are optional
 
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, save_interval_steps=every, enable_async_checkpointing=False
@@ -236,7 +236,7 @@ class Checkpoints:
         self.manager: Any = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def save(self, step: int, state: State, losses: list[float]) -> None:
-        """Every so many steps."""
+        """Saves a checkpoint, if it is due at this step."""
         if self.manager.should_save(step):
             args = self.args.Composite(
                 state=self.args.StandardSave(state), losses=self.args.JsonSave(losses)
@@ -244,7 +244,7 @@ class Checkpoints:
             self.manager.save(step, args=args)
 
     def latest(self, state: State) -> tuple[int, State, list[float]]:
-        """The step to go on with; arrays come back as shards, like those of `state`."""
+        """The last checkpoint.  Its arrays have the shardings of those in `state`."""
         step = self.manager.latest_step()
         if step is None:
             return 0, state, []
@@ -273,7 +273,7 @@ def draw(out: Path) -> None:
 
 
 def check_installed(arguments: argparse.Namespace) -> None:
-    """Ends at once where a package is missing, and not after the training."""
+    """Ends at once if a package is missing, and not only after the training."""
     for package, needed, otherwise in (
         ("orbax", arguments.checkpoint_every, "--checkpoint-every 0"),
         ("matplotlib", arguments.picture, "--no-picture"),
@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kept_in(folder: Path, arguments: argparse.Namespace) -> Checkpoints | None:
-    """Where checkpoints go: with none of an earlier training, unless it goes on."""
+    """The checkpoints in a folder, where only `--resume` accepts old ones."""
     if not arguments.checkpoint_every:
         return None
     if not arguments.resume and folder.exists() and any(folder.iterdir()):
@@ -361,7 +361,7 @@ def kept_in(folder: Path, arguments: argparse.Namespace) -> Checkpoints | None:
 
 
 def report(config: Config, runs: dict[str, Run]) -> None:
-    """The end of each training, and how far apart the losses are."""
+    """Prints the end of each training, and the difference of the losses."""
     for name, run in runs.items():
         last = float(np.mean(run.losses[-10:]))
         speed = f"{run.tokens_per_second(config):,.0f}" if run.seconds else "no"

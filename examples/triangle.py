@@ -2,10 +2,10 @@
 
 JAX_NUM_CPU_DEVICES=4 python examples/triangle.py
 
-Pair [i, j] gets a sum over all k of what [i, k] and [j, k] have.  One factor comes over
-the one axis, and sums go over the other.  Both go in chunks, beside the products of
-those that came before: from device to device by permutes, where a device's chunk
-follows its row and its column, or with `--pipeline collective` as collectives.
+Pair [i, j] gets a sum over k of products of the pairs [i, k] and [j, k].  One factor is
+gathered over one axis, and sums are scattered over the other.  Both move in chunks,
+beside the products of earlier chunks.  By default permutes move them from device to
+device.  With `--pipeline collective` collectives do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def update(z: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
-    """Compares the update with `jax.jit` of it, and returns what jhost says of it."""
+    """Compares the update with `jax.jit`, and returns its explanation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pipeline", choices=("p2p", "collective"), default="p2p")
     parser.add_argument("--chunks", type=int, default=4)

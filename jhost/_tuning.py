@@ -1,4 +1,4 @@
-"""What was measured of a function's streams, where, and whether that still holds."""
+"""The measured choices for the streams of a function, and where they hold."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def _gain_texts(candidates: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _bars(candidate: Candidate, chosen: str) -> Iterator[Bar]:
-    """What was measured, and below it what was predicted."""
+    """A bar for the measured time, and one for the predicted time below it."""
     median, minimum = map(seconds_text, (candidate.median, candidate.minimum))
     measured = (("measured", candidate.median),)
     yield Bar(candidate.text, measured, f"median {median}, minimum {minimum}{chosen}")

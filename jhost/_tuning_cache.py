@@ -1,6 +1,6 @@
 """Tunings on disk: one JSON file each.
 
-What is not a tuning for this environment and these programs is ignored.
+A file that is no tuning for this environment and these programs is ignored.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def assert_program(
 
     Raises:
         AssertionError: the programs have other loops or communications.  The text lists
-            what is missing and what is too much, and has the explanation.
+            those that are missing and those that are too many, with the explanation.
         ArgumentError: an argument has another type.
 
     Example:

@@ -143,7 +143,7 @@ def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
 def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
     """Lowers with all wishes, and again without those that marks cannot follow.
 
-    What is left open then is weighed as if nothing had been wished, layouts too.
+    The second time pipelines and layouts are chosen as if there had been no wish.
     """
     if (fewer := _of_all_operands(call_jaxpr, config, strict)) is not None:
         return fewer

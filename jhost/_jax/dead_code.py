@@ -53,8 +53,8 @@ def _has_rule(eqn: JaxprEqn) -> bool:
 
 def _with_rule(rules: Mapping[Var, _ResultRule], eqn: JaxprEqn) -> JaxprEqn | None:
     """The equation of a `custom_jvp` with the user's rule, for the results left."""
-    # JAX (0.10 to 0.12) makes another rule for fewer results.  That one fails where the
-    # user's rule returns a symbolic zero and did not ask for those of operands.
+    # JAX (0.10 to 0.12) makes another rule for fewer results.  JAX's rule fails if the
+    # user's rule returns a symbolic zero, but did not ask for those of operands.
     if not _has_rule(eqn) or not eqn.outvars:
         return None
     places = [rules[var] for var in eqn.outvars]
