@@ -25,6 +25,7 @@ from jhost._text import bytes_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -80,25 +81,12 @@ class ChooseTransfers(EachProgram):
     """The axes along which GPUs of several processes lie."""
 
     def change(self, program: Program) -> Program:
-        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
-        made = self.in_order(program, can_hide)
-        other, moved = with_work_moved(program, can_hide)
-        if not moved:
-            return made.program
-        said = (_said_moved(program, each) for each in moved)
-        other = dataclasses.replace(other, remarks=(*other.remarks, *said))
-        other = self.in_order(other, can_hide)
-        return (other if self.may_move(moved, made, other) else made).program
+        return _changed(program, self)
 
-    def may_move(
-        self, moved: Sequence[MovedWork], made: Weighed, other: Weighed
-    ) -> bool:
-        """Whether work moves: as asked for, between processes, or predicted to gain."""
-        if self.pipeline != "auto" or not any(
-            self.between.isdisjoint(each.beside.axes) for each in moved
-        ):
-            return True
-        return self.gains(made, other, _GAIN_OF_WORK)
+    def may_weigh(self, moved: Sequence[MovedWork]) -> bool:
+        """Whether work moves only if that is predicted to gain."""
+        axes = {axis for each in moved for axis in each.beside.axes}
+        return self.pipeline == "auto" and not axes <= self.between
 
     def in_order(self, program: Program, can_hide: IsOpen) -> Weighed:
         """`program` with its transfers moved beside its work as that stands."""
@@ -172,6 +160,23 @@ class ChooseTransfers(EachProgram):
         """Whether the `other` program takes less than `most` of the time."""
         assert self.rates is not None
         return other.seconds(self.rates) < most * made.seconds(self.rates)
+
+
+# A scan that may be a cycle is looked at several times, with the rest of its program.
+@derived_with
+def _changed(program: Program, choose: ChooseTransfers) -> Program:
+    can_hide = functools.partial(choose.can_hide, mesh=dict(program.mesh.shape))
+    other, moved = with_work_moved(program, can_hide)
+    if not moved:
+        return choose.in_order(program, can_hide).program
+    said = (_said_moved(program, each) for each in moved)
+    other = dataclasses.replace(other, remarks=(*other.remarks, *said))
+    ordered = choose.in_order(other, can_hide)
+    if choose.may_weigh(moved):
+        made = choose.in_order(program, can_hide)
+        if not choose.gains(made, ordered, _GAIN_OF_WORK):
+            return made.program
+    return ordered.program
 
 
 class Weighed:

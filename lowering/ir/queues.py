@@ -22,3 +22,9 @@ def on_stream(
     """`body` on `stream`, then `back` to another."""
     leave = ir.SetCurrentStream(stream=back)
     return (ir.SetCurrentStream(stream=stream), *body, leave)
+
+
+def on_own(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
+    """Statements of the main stream, on the stream for work that has an order."""
+    own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *stmts])
+    return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]

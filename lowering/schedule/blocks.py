@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.queues import MAIN
+from jhost.lowering.ir.queues import MAIN, OWN
 from jhost.lowering.rules.properties import VIEWS
 from jhost.lowering.schedule.barriers import Barriers
 
@@ -186,6 +187,18 @@ class StatementBlocks:
                 return later
             found |= block.writes
         return len(self.all)
+
+
+@derived
+def blocks_of(program: Program) -> StatementBlocks:
+    """The blocks of a program, which several choices and passes ask for."""
+    return StatementBlocks(program)
+
+
+def has_moved(block: StatementBlock) -> bool:
+    """Whether it is a product that was moved beside a transfer, and keeps its place."""
+    on_own = ir.SetCurrentStream(stream=OWN)
+    return block.stmt == on_own and isinstance(block.stmts[-2], ir.Compute)
 
 
 def communication_of(stmt: ir.Stmt) -> str | None:

@@ -44,7 +44,7 @@ from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
-from jhost.lowering.schedule.blocks import StatementBlocks, communication_of
+from jhost.lowering.schedule.blocks import blocks_of, communication_of
 from jhost.lowering.schedule.host_memory import results_off_device
 from jhost.lowering.schedule.intervals import SUMS, IsOpen
 
@@ -178,7 +178,7 @@ class MovableTransfers:
             (consts, carry), xs = body_ins(loop, loop.body.params), ()
             ends, ys = loop.body.results, ()
         self.is_open, self.body = is_open, loop.body
-        self.blocks = StatementBlocks(loop.body)
+        self.blocks = blocks_of(loop.body)
         self.constant, self.sliced = _names(consts), _names(xs)
         self.ends, self.stacked = _names(ends), _names(ys)
         self.end_of = {p.name: end.name for p, end in zip(carry, ends, strict=True)}

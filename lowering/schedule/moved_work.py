@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import on_own
 from jhost.lowering.schedule.blocks import (
-    StatementBlocks,
+    blocks_of,
     communication_of,
     work_of,
 )
@@ -48,8 +49,14 @@ def with_work_moved(
     moved = [*order.moved()] if order.has_exposed() else []
     if not moved:
         return program, []
-    blocks = (order.blocks.all[number] for number in order.order)
-    stmts = [stmt for block in blocks for stmt in block.stmts]
+    products = {id(each.product) for each in moved}
+    blocks = (order.blocks.all[number].stmts for number in order.order)
+    stmts = [
+        stmt
+        for block in blocks
+        # XLA keeps only the order that streams have.
+        for stmt in (on_own(block) if id(block[0]) in products else block)
+    ]
     body = tuple(order.blocks.barriers.together(stmts))
     return dataclasses.replace(program, body=body), moved
 
@@ -73,7 +80,7 @@ class Order:
     """
 
     def __init__(self, program: Program, is_open: IsOpen) -> None:
-        self.blocks = StatementBlocks(program)
+        self.blocks = blocks_of(program)
         self.order = [*range(len(self.blocks.all))]
         self.place = [*self.order, len(self.order)]
         self.open = {

@@ -40,11 +40,12 @@ from typing import Literal, TypeAlias
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS, on_stream
+from jhost.lowering.ir.queues import MAIN, TRANSFERS, on_own, on_stream
 from jhost.lowering.schedule.blocks import (
     StatementBlock,
-    StatementBlocks,
+    blocks_of,
     communication_of,
+    has_moved,
 )
 from jhost.lowering.schedule.intervals import (
     GATHERING,
@@ -79,7 +80,7 @@ def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
     # Most programs have none, and blocks and intervals take long to make.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
         return []
-    return [each.stmt for each in intervals(StatementBlocks(program), is_open)]
+    return [each.stmt for each in intervals(blocks_of(program), is_open)]
 
 
 def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
@@ -126,7 +127,7 @@ class _Walk:
     """
 
     def __init__(self, program: Program, ways: Mapping[str, TransferForm]) -> None:
-        self.blocks = StatementBlocks(program)
+        self.blocks = blocks_of(program)
         permutes = Permutes(program)
         self.transfers = {
             each.stmt.out.name: _ScheduledTransfer(
@@ -175,7 +176,10 @@ class _Walk:
         # XLA before which work to issue a gather, and behind which to wait for it.
         beside = waited or any(not t.sums for t in self.under_way())
         ordered = block.contracts or (waited and number > self.last_work)
-        self.body += _on_own(block) if beside and ordered else block.stmts
+        if has_moved(block) and self.under_way():
+            self.body += _behind_transfers(block.stmts)
+        else:
+            self.body += _on_own(block) if beside and ordered else block.stmts
 
     def under_way(self) -> list[_ScheduledTransfer]:
         waiting = {id(transfer) for transfer in self.to_come}
@@ -343,5 +347,12 @@ def _on_own(block: StatementBlock) -> Sequence[ir.Stmt]:
     """A block of the main stream, on the stream for work that has an order."""
     if not isinstance(block.stmt, ir.Compute):
         return block.stmts  # loops have streams already
-    own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block.stmts])
-    return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]
+    return on_own(block.stmts)
+
+
+def _behind_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
+    """A block of work that has moved, once the transfers before it are issued.
+
+    XLA would otherwise compute it before what they send is there.
+    """
+    return [stmts[0], ir.Synchronize(stream=TRANSFERS), *stmts[1:]]

@@ -16,6 +16,7 @@ from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle, Late
@@ -224,7 +225,7 @@ class _Writer:
         copies, made = self.copied(self.core, known)
         for stmt, copy in zip(self.core, copies, strict=True):
             work = [each for each in late if each.before is stmt]
-            state = self.made_late(work, state, count)
+            state = self.made_late(work, state, count, beside=True)
             self.body.append(copy)
         made = known | made
         stacks = dict(state.stacks)
@@ -242,16 +243,22 @@ class _Writer:
         )
 
     def made_late(
-        self, late: Iterable[Late], state: _Carried, count: ir.Buffer
+        self,
+        late: Iterable[Late],
+        state: _Carried,
+        count: ir.Buffer,
+        *,
+        beside: bool = False,
     ) -> _Carried:
         """What the iteration before left to be made, into stacks and carried sums."""
         stacks, carry = dict(state.stacks), state.carry
         for each in late:
             slices = self.slices(_reads(each.stmts), count, -1)
             sums = {p.name: b for p, b in zip(self.carried, carry, strict=True)}
-            made = self.add(
-                each.stmts, {**self.consts, **slices, **sums, **state.terms}
-            )
+            known = {**self.consts, **slices, **sums, **state.terms}
+            copies, made = self.copied(each.stmts, known)
+            # XLA keeps the place of work among others only where streams have it.
+            self.body += [*on_own(copies[:1]), *copies[1:]] if beside else copies
             ends = zip(self.ends, carry, strict=True)
             carry = tuple(made.get(end.name, value) for end, value in ends)
             for result, y in zip(self.results, self.scan.ys, strict=True):

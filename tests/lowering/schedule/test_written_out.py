@@ -87,3 +87,41 @@ def test_layers_in_a_scan_and_written_out(specs: Any, first: Any, again: bool) -
             program = program_of(jax.grad(f, (0, 1)), X, weights, **how)
         found.append(exposed(program))
     assert found == [first, first]
+
+
+def block(x: jax.Array, w: Any) -> jax.Array:
+    """As over tp: rows are gathered for the first product, scattered by the second."""
+    normed = jnp.clip(x - jnp.sum(x, 1, keepdims=True), -2, 2)
+    return jnp.clip(x + jnp.clip(normed @ w[0], -1, 1) @ w[1], -1, 1)
+
+
+@pytest.mark.parametrize("way", ["collective", "permutes"])
+def test_layers_over_tp_in_a_scan_and_written_out(way: Any) -> None:
+    """What moves depends on the layer before, or behind; gradients hide the latter."""
+
+    def scanned(x: jax.Array, weights: Any) -> jax.Array:
+        y = lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
+        return jnp.sum(y * y)
+
+    def written(x: jax.Array, weights: Any) -> jax.Array:
+        for w in weights:
+            x = block(x, w)
+        return jnp.sum(x * x)
+
+    specs = P(None, "d"), P("d")
+    stacks = tuple(P(None, *spec) for spec in specs)
+    no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    for f, weights, laid in (
+        (scanned, STACKED, stacks),
+        (written, LISTED, [specs] * LAYERS),
+    ):
+        where = P("d"), laid
+        for backward, ofs in found.items():
+            taken = jax.grad(f, (0, 1)) if backward else f
+            how = on({"d": 2}, where, where if backward else P())
+            with sums.moving(way, work=True), no_latency:
+                # Four rows are far smaller than a weight, so they move.
+                ofs.append(exposed(program_of(taken, integers(4, 4), weights, **how)))
+    print(found)
+    assert 0
