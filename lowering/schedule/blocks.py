@@ -58,6 +58,7 @@ class StatementBlocks:
     """The blocks of a program, and which block makes each value."""
 
     def __init__(self, program: Program) -> None:
+        self.program = program
         self.aliases = Aliases(program.body)
         self.barriers = Barriers()
         body = self.barriers.apart(program.body)
@@ -169,9 +170,18 @@ class StatementBlocks:
     def makes(self, number: int) -> int:
         """The bytes that a block computes, or 0 if all that it computes is cheap."""
         stmt = self.all[number].stmt
-        if not isinstance(stmt, ir.Compute) or all(map(_is_cheap, stmt.unit.eqns)):
-            return 0
-        return _bytes(stmt.outs)
+        return (
+            _bytes(stmt.outs)
+            if isinstance(stmt, ir.Compute) and not self.fuses(number)
+            else 0
+        )
+
+    def fuses(self, number: int) -> bool:
+        """Whether a block is cheap, so that XLA computes it where it is read."""
+        stmt = self.all[number].stmt
+        if isinstance(stmt, ir.Compute):
+            return all(map(_is_cheap, stmt.unit.eqns))
+        return isinstance(stmt, ir.Select | ir.Wait)
 
     # --- Behind it ------------------------------------------------------------ #
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.blocks import StatementBlocks
+from jhost.lowering.schedule.held import held, holds_bodies
 
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
 """Whether a transfer may be moved."""
@@ -99,6 +100,8 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
         if stmt.kind in GATHERING and is_open(stmt)
     ]
     window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)
+    # Beside a scan.  In a body nothing says what else is held around it.
+    there = held(blocks) if found and holds_bodies(blocks) else []
     unread: list[tuple[int, int]] = []
     turn = 0
     # In the order of their readers: one queue moves all, so the first is needed first.
@@ -108,4 +111,17 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
             turn, _ = unread.pop(0)
         unread.append((reader, larger_side(stmt)))
         ahead = [work for work in working if work < reader][-_AHEAD:]
-        yield number, stmt, reader, [work for work in ahead if work >= turn]
+        ahead = [work for work in ahead if work >= turn]
+        full = _last_full(there, number, sum(size for _, size in unread))
+        # One work ahead in any case: else nothing would hide it.
+        yield number, stmt, reader, [w for w in ahead if w > full] or ahead[-1:]
+
+
+def _last_full(there: Sequence[int], before: int, gathered: int) -> int:
+    """The last block at which what is gathered would add to the most that is held.
+
+    It is looked for `before` a block; `there` has the bytes that each block holds.
+    """
+    room = max(there, default=0) - gathered
+    full = (number for number, size in enumerate(there[:before]) if size > room)
+    return max(full, default=-1)

@@ -93,6 +93,30 @@ def test_no_more_than_two_come_at_a_time() -> None:
     assert most_under_way(program) == 2
 
 
+def test_beside_a_scan_nothing_comes_where_most_is_held() -> None:
+    """As in a step, whose first weights of the backward do not come beside the loss."""
+
+    def f(x: jax.Array, v: jax.Array, w: jax.Array, ws: jax.Array) -> jax.Array:
+        x = layers(layers(scanned(x, ws), v), v.T)
+        return layers(layers(x, w.T), w)
+
+    args = array(32, 8), array(8, 64), array(8, 8), array(2, 8, 8)
+    specs = P("fsdp"), P("fsdp"), P("fsdp"), P(None, "fsdp")
+    program = program_of(f, *args, **on({"fsdp": 2}, specs, P("fsdp")))
+    (wide,) = (
+        number
+        for number, stmt in enumerate(program.body)
+        if isinstance(stmt, Compute) and any(b.shape == (16, 64) for b in stmt.outs)
+    )
+    *_, last = (
+        number
+        for number, stmt in enumerate(program.body)
+        if isinstance(stmt, Communicate) and stmt.source.shape == (4, 8)
+    )
+    # It stands beside the one work that reads the wide value, and not the one before.
+    assert last > wide
+
+
 def test_nothing_is_put_together_before_it_has_come() -> None:
     program = program_of(gradients, *operands(16, 4, WIDTH), **sharded(2, 4))
     came: set[str] = set()

@@ -1,0 +1,97 @@
+"""How many bytes a program holds while each of its blocks runs.
+
+It is an estimate: XLA decides what it keeps.  Values count from the block that makes
+them to their last reader.  XLA fuses cheap values into their readers, so these count
+only where a contraction reads them, and what they are made of counts for them.  Params
+and results do not count: they have memory outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from jhost.lowering.ir.bodies import CONTROL_FLOW
+from jhost.lowering.ir.derived import derived
+from jhost.lowering.ir.effects import written
+from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import For, Stmt, walk
+from jhost.lowering.schedule.blocks import StatementBlock, StatementBlocks
+
+
+def held(blocks: StatementBlocks) -> list[int]:
+    """The bytes that a program holds at each block, bodies of the block included.
+
+    Transfers count from where they stand in the program.
+    """
+    lives = _Lives({buffer.name for buffer in blocks.program.results})
+    for number, block in enumerate(blocks.all):
+        lives.add(number, block, cheap=blocks.fuses(number))
+    changes = [0] * (len(blocks.all) + 1)
+    for name, size in lives.sizes.items():
+        changes[lives.first[name]] += size
+        changes[lives.last[name] + 1] -= size
+    there = itertools.accumulate(changes[:-1])
+    inside = (_most_inside(block.stmts) for block in blocks.all)
+    return [sum(both) for both in zip(there, inside, strict=True)]
+
+
+def holds_bodies(blocks: StatementBlocks) -> bool:
+    """Whether a program has control flow, whose bodies hold values of their own."""
+    return any(isinstance(stmt, CONTROL_FLOW) for b in blocks.all for stmt in b.stmts)
+
+
+@derived
+def _most_held(program: Program) -> int:
+    return max(held(StatementBlocks(program)), default=0)
+
+
+def _most_inside(stmts: Iterable[Stmt]) -> int:
+    """The most that a body of some statement holds at a time."""
+    bodies = (b for s in stmts if isinstance(s, CONTROL_FLOW) for b in s.bodies)
+    return max(map(_most_held, bodies), default=0)
+
+
+class _Lives:
+    """The values that take memory: their bytes, and their first and last blocks."""
+
+    def __init__(self, results: set[str]) -> None:
+        self.results = results
+        self.sizes: dict[str, int] = {}
+        self.first: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self.made_of: dict[str, frozenset[str]] = {}
+        """For each value, the values in memory that it is read from."""
+        self.cheap: dict[str, int] = {}
+        """The bytes of cheap values."""
+
+    def add(self, number: int, block: StatementBlock, cheap: bool) -> None:
+        """Note what the next block reads and makes."""
+        behind = frozenset[str]().union(
+            *(self.made_of.get(name, ()) for name in block.reads)
+        )
+        for name in behind:
+            self.last[name] = number
+        if block.contracts:
+            for name in block.reads & self.cheap.keys():
+                self.in_memory(name, number, self.cheap[name])
+        sizes = _sizes(block.stmts)
+        for name in block.writes:
+            size = 0 if name in self.results else sizes.get(name, 0)
+            if cheap:
+                self.cheap[name], self.made_of[name] = size, behind
+            else:
+                self.in_memory(name, number, size)
+                self.made_of[name] = frozenset([name])
+
+    def in_memory(self, name: str, number: int, size: int) -> None:
+        self.sizes[name] = size
+        self.first.setdefault(name, number)
+        self.last[name] = number
+
+
+def _sizes(stmts: Iterable[Stmt]) -> dict[str, int]:
+    """The bytes of what statements make, by name."""
+    every = (stmt for stmt in walk(tuple(stmts)) if not isinstance(stmt, For))
+    return {buffer.name: bytes_of(buffer) for s in every for buffer in written(s)}
