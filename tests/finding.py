@@ -10,6 +10,7 @@ from unittest import mock
 
 from jhost._call import program as call_program
 from jhost.lowering.cost import choose_found, stream_bounds
+from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.streams.found import FoundStream, found_streams
@@ -27,8 +28,13 @@ def everywhere() -> Generator[None]:
         mock.patch.object(call_program, "rates_here", return_value=slow),
         mock.patch.multiple(choose_found, _CLOSE=0.0, _HOPELESS=1e9, gain_of=gain),
         mock.patch.object(stream_bounds.StreamBounds, "streams_of", _every_stream),
+        mock.patch.object(FindStreams, "if_faster", _always),
     ):
         yield
+
+
+def _always(_: FindStreams, __: Program, chosen: Program, ___: Any) -> Program:
+    return chosen
 
 
 def _every_stream(

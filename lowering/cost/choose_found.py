@@ -92,9 +92,8 @@ class FoundStreamsChoice:
     ) -> None:
         """Choose no loop for a stream, and say what was weighed."""
         self.chosen = before
-        lines = dict.fromkeys(line for mark in stream.every_mark for line in mark.lines)
         predicted = tuple((each.text, each.seconds) for each in outcomes)
-        self.left.append(LeftStream(lines=tuple(lines), predicted=predicted))
+        self.left.append(LeftStream(lines=stream.lines, predicted=predicted))
 
     def candidates(self, stream: FoundStream) -> Iterator[StreamChoice]:
         """What the marks may ask for; what wins most often comes first."""

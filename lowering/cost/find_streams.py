@@ -13,8 +13,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
+from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import Remembering
@@ -24,7 +26,7 @@ from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Search
+from jhost.lowering.ir.remarks import LeftStream, Search
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
@@ -62,8 +64,35 @@ class FindStreams:
         plain = _with_more_marks(plain, marks)
         streams = [each for streams in found for each in streams]
         weighing = self.weighed(marked, plain, streams, self.rates)
-        chosen = _with_more_marks(program, weighing.asked(of_program))
-        return _remarked(chosen, Search(left=tuple(weighing.left)))
+        asked = weighing.asked(of_program)
+        if not any(asked):
+            return _remarked(program, Search(left=tuple(weighing.left)))
+        chosen = _with_more_marks(program, asked)
+        chosen = _remarked(chosen, Search(left=tuple(weighing.left)))
+        return self.if_faster(program, chosen, streams)
+
+    def if_faster(
+        self, program: Program, chosen: Program, streams: Sequence[FoundStream]
+    ) -> Program:
+        """`chosen` if it takes no longer than `program`, which has no found stream.
+
+        Streams were weighed in their body or layer, with the layouts of all streams and
+        without cycles.  Only the whole program says what they gain in the end.
+        """
+        before, after = self.seconds(program), self.seconds(chosen)
+        if after <= before:
+            return chosen
+        predicted = ((NOT_PIPELINED, before), ("pipelined", after))
+        left = (LeftStream(lines=s.lines, predicted=predicted) for s in streams)
+        return _remarked(program, Search(left=tuple(left)))
+
+    def seconds(self, program: Program) -> float:
+        """How long the whole program takes, after all passes up to the schedule."""
+        assert self.rates is not None
+        for step in (*self.layouts, *self.loops):
+            program = step.apply(program)
+        (_, predicted), *_ = by_permutes(program, self.rates)
+        return predicted.total
 
     def laid_out(self, program: Program) -> Program:
         """`program` with its layouts and communications."""

@@ -88,18 +88,25 @@ class Remembering:
         self.step, self.name = step, name
         self.made = Shared[_Made]()
         self.bodies = Shared[Program]()
+        self.last: tuple[Program, Program] | None = None
 
     def apply(self, program: Program) -> Program:
         step = self.step
         if not isinstance(step, EachProgram):
             if stream_choices(program):
-                return step.apply(program)
+                return self.again(program)
             return self.remembered(program, lambda: None, step.apply)
         return self.remembered(
             program,
             functools.cache(lambda: step.sees(program)),
             lambda program: step.change(self.with_bodies(program)),
         )
+
+    def again(self, program: Program) -> Program:
+        """What a pass by itself makes of a program, which may be the one before."""
+        if self.last is None or self.last[0] is not program:
+            self.last = (program, self.step.apply(program))
+        return self.last[1]
 
     def with_bodies(self, program: Program) -> Program:
         """The program after the pass on its bodies; equal bodies give one object."""

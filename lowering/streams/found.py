@@ -55,6 +55,12 @@ class FoundStream:
     def every_mark(self) -> list[StreamChoice]:
         return [mark for group in self.marks for mark in group]
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The user's lines of its marks, each once."""
+        lines = (line for mark in self.every_mark for line in mark.lines)
+        return tuple(dict.fromkeys(lines))
+
 
 def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
     """The streams of one straight-line program; those that could hide most come first.

@@ -130,7 +130,7 @@ def built(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
         name="f",
         mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)),
         param_names=[*"xwvabcde"[: len(args)]],
-        result_names=["y", "z", "u"][:count],
+        result_names=["y", "z", "u", *(f"y{n}" for n in range(count))][:count],
     )
 
 

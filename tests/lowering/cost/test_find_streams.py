@@ -5,25 +5,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost._call import program as call_program
+from jhost.lowering.cost.candidates import Evaluation
+from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.explain import count_loops
-from jhost.lowering.ir.bodies import all_marks, all_remarks
+from jhost.lowering.ir.bodies import all_marks, all_remarks, programs
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note, StreamReport
-from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.ir.remarks import LeftStream, Note, Search, StreamReport
+from jhost.lowering.ir.requests import StreamDefaults, stream_choices
 from jhost.lowering.ir.statements import Communicate, Scan
 from jhost.lowering.pipeline import Passes, passes, run_passes
+from jhost.runtime.devices import devices_of
 from jhost.testing import mesh_of
 from tests import finding
 from tests.lowering.traced import built
@@ -117,6 +124,27 @@ def test_small_products_stay_as_they_are() -> None:
     assert str(program) == str(lowered(mlp(unmarked), types(64, 32, 128), finds=False))
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("cpu", ROWS), ("an unknown kind", ROWS), ("NVIDIA H200", 64)],
+)
+def test_where_nothing_gains_programs_are_those_without_finding(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte; no candidate is lowered where transfers hide nothing."""
+    devices = dataclasses.replace(devices_of(None), kind=kind, count=2)
+    monkeypatch.setattr(call_program, "devices_of", lambda mesh: devices)
+    if rates_of(kind) is None:
+        evaluate = mock.Mock(side_effect=AssertionError("a candidate is lowered"))
+        monkeypatch.setattr(Evaluation, "evaluate", evaluate)
+
+    def text(streams: Any) -> str:
+        f = jhost.jit(gradients(unmarked), mesh=mesh_of({"tp": 2}), streams=streams)
+        return f.lower(*types(rows, 32, 128)).as_text()
+
+    assert text("auto") == text("marked")
+
+
 def test_a_function_with_a_mark_keeps_to_it() -> None:
     def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         x = jhost.stream(x, axis=0, pipeline="off")
@@ -205,6 +233,61 @@ def test_gradients_are_as_good_as_marked_and_no_slower_than_plain(
     found, asked, plain = (predict(program, h200()).total for program in programs)
     assert found <= 1.02 * asked
     assert found <= plain
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=8, deadline=None)
+def test_no_found_program_is_predicted_slower_than_the_one_without(data: Any) -> None:
+    """The whole program: layers that differ, in a scan or not, and their gradients."""
+    draw = data.draw
+    rows, hidden = draw(st.sampled_from([512, 4096, 16384])), 2048
+    tp, dp = draw(st.sampled_from([(2, 1), (4, 1), (2, 2)]))
+    ffns = draw(st.lists(st.sampled_from([512, 4096, 16384]), min_size=1, max_size=3))
+    outer = draw(st.sampled_from([P(("dp", "tp")), P("dp"), P("dp", "tp")]))
+    stacked = draw(st.sampled_from([1, 4]))
+    sharded = draw(st.booleans())
+
+    def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        up, down = weights
+        h = jhost.shard(jnp.tanh(x @ up), P("dp", "tp"))
+        return jhost.shard(x + h @ down, outer), None
+
+    def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        over = "dp" if sharded else None
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            up = jhost.shard(up, P(None, over, "tp"))
+            down = jhost.shard(down, P(None, "tp", over))
+            x = lax.scan(block, x, (up, down))[0]
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    pairs = [((stacked, hidden, n), (stacked, n, hidden)) for n in ffns]
+    shapes = [(rows, hidden), *(shape for pair in pairs for shape in pair)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    every_gradient = jax.grad(loss, argnums=tuple(range(len(args))))
+    f = draw(st.sampled_from([loss, every_gradient]))
+    program = built(f, *args, dp=dp, tp=tp)
+    found, plain = (
+        predict(run_passes(program, every(h200(), finds=finds).all), h200()).total
+        for finds in (True, False)
+    )
+    assert found <= plain
+
+
+def test_streams_that_lose_in_the_whole_program_are_left() -> None:
+    """As where other work hides the same transfers, of which a layer knows nothing."""
+    program = built(gradients(unmarked), *types(2 * ROWS), tp=2)
+    searching = every(h200()).finding
+    assert any(map(stream_choices, programs(searching.apply(program))))
+    with mock.patch.object(FindStreams, "seconds", side_effect=[1e-3, 2e-3]):
+        left = every(h200()).finding.apply(program)
+    assert dataclasses.replace(left, remarks=program.remarks) == program
+    (search,) = (r for r in left.remarks if isinstance(r, Search))
+    assert search.left
+    assert all(times[0] < times[1] for times in map(_seconds_of, search.left))
+
+
+def _seconds_of(stream: LeftStream) -> list[float]:
+    return [seconds for _, seconds in stream.predicted]
 
 
 def weights_ahead(x: jax.Array, weights: jax.Array) -> jax.Array:
