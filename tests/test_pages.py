@@ -21,16 +21,19 @@ SLOWLY = "when-it-pays.md"
 """Of this page each number is predicted anew."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name == SLOWLY else [])
-        for name in pages.TABLES
-    ],
-)
-def test_a_page_has_the_table_of_today(name: str) -> None:
+def check(name: str) -> None:
     what, table = pages.TABLES[name]
     page = (ROOT / "docs" / name).read_text()
     assert report.replaced(page, table(), what) == page, (
         "run python -m benchmarks.pages"
     )
+
+
+@pytest.mark.parametrize("name", [name for name in pages.TABLES if name != SLOWLY])
+def test_a_page_has_the_table_of_today(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+def test_the_page_of_predictions_has_those_of_today() -> None:
+    check(SLOWLY)

@@ -129,7 +129,7 @@ def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 def test_processes_train_together_and_one_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    wanted = [*TINY, "--arms", "jit,jhost", "--mesh", "fsdp=2"]
+    wanted = [*TINY, "--loops", "scan", "--arms", "jit,jhost", "--mesh", "fsdp=2"]
     options = [*wanted, "--slow-link", "--trace", str(tmp_path)]
     found = in_two_processes("benchmarks.step", path, *options)
     (record,) = found["measurements"]

@@ -99,7 +99,7 @@ def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> N
     assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_float32_masters_are_cast_early_and_sent_as_bfloat16(
     devices: int, fsdp: Mesh
 ) -> None:

@@ -138,13 +138,16 @@ QUICK = [({"tp": 2}, "together"), ({"fsdp": 2}, "apart")]
 # Not dp between processes: XLA of JAX 0.12 makes kernels of Triton of sums as small as
 # these, which its scheduler has beside nothing.  See `test_processes.py`.
 OTHERS = [
-    ({"tp": 4}, "together"),
-    ({"fsdp": 4}, "together"),
     ({"dp": 4}, "together"),
     ({"fsdp": 2, "tp": 2}, "together"),
+    ({"dp": 2, "tp": 2}, "apart"),
+]
+# Of the same axes as those above, on other devices.
+REPEATS = [
+    ({"tp": 4}, "together"),
+    ({"fsdp": 4}, "together"),
     ({"dp": 2, "tp": 2}, "together"),
     ({"fsdp": 2, "tp": 2}, "apart"),
-    ({"dp": 2, "tp": 2}, "apart"),
 ]
 
 
@@ -157,10 +160,20 @@ def _said(each: Any) -> str:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
 @pytest.mark.parametrize(
     ("axes", "where"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in REPEATS)],
     ids=_said,
 )
 def test_no_large_transfer_of_a_step_waits_beside_nothing(
+    axes: dict[str, int], where: str, request: pytest.FixtureRequest
+) -> None:
+    make: MakeH200s = request.getfixturevalue(where)
+    check_beside(axes, make(axes))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
+@pytest.mark.parametrize(("axes", "where"), OTHERS, ids=_said)
+def test_nor_one_over_other_axes(
     axes: dict[str, int], where: str, request: pytest.FixtureRequest
 ) -> None:
     make: MakeH200s = request.getfixturevalue(where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,33 @@ SOFTMAX = LAYERS * 2 * (2 * BATCH * HEADS * FLOAT * (DEVICES - 1) // DEVICES)
 """The largest score of each head, and the sum of all, over the devices' positions."""
 
 
-@pytest.mark.parametrize(
-    ("by", "moved"),
-    [
-        ("heads", SUMS + NEXT),
-        pytest.param("positions", SUMS + NEXT + SOFTMAX, marks=pytest.mark.slow),
-    ],
-)
-def test_a_prompt_and_64_tokens_are_right_and_no_key_moves(
-    by: str,
-    moved: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str, int], None]:
+    """`check(by, moved)`: so many bytes move, and no key."""
     monkeypatch.syspath_prepend(EXAMPLES)
     main: Any = runpy.run_path(str(EXAMPLES / "decode.py"))["main"]
-    explanation = main(["--cache", by, "--tokens", "64"])
-    out = capsys.readouterr().out
-    assert "100% of 128 tokens are those of `jax.jit`" in out
-    (off,) = re.findall(r"caches differ by (\S+)", out)
-    assert float(off) < 1e-5
-    assert sum(row.bytes for row in explanation.communications) == moved
+
+    def checked(by: str, moved: int) -> None:
+        explanation = main(["--cache", by, "--tokens", "64"])
+        out = capsys.readouterr().out
+        assert "100% of 128 tokens are those of `jax.jit`" in out
+        (off,) = re.findall(r"caches differ by (\S+)", out)
+        assert float(off) < 1e-5
+        assert sum(row.bytes for row in explanation.communications) == moved
+
+    return checked
+
+
+def test_a_prompt_and_64_tokens_are_right_and_no_key_moves(
+    check: Callable[[str, int], None],
+) -> None:
+    check("heads", SUMS + NEXT)
+
+
+@pytest.mark.slow
+def test_nor_with_a_cache_of_other_positions_on_each_device(
+    check: Callable[[str, int], None],
+) -> None:
+    check("positions", SUMS + NEXT + SOFTMAX)

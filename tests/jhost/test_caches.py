@@ -37,6 +37,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def from_here_on() -> None:
+    """What other tests left is not looked through, which takes a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def use_new_function(**settings: Any) -> Callable[..., Any]:
     def f(x: jax.Array) -> jax.Array:
         return jhost.stream(jnp.tanh(x @ x), axis=0, chunks=2)

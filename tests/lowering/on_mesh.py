@@ -32,6 +32,8 @@ each_size = pytest.mark.parametrize(
     "devices", [4, pytest.param(2, marks=_slow), pytest.param(8, marks=_slow)]
 )
 """For a test that 2 and 8 devices pass as 4 do."""
+four_and_two = pytest.mark.parametrize("devices", [4, pytest.param(2, marks=_slow)])
+"""For a test that 2 devices pass as 4 do."""
 
 
 def tp(devices: int, ins: Any, outs: Any, **more: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, Select, walk
 from tests import sums
-from tests.lowering.on_mesh import exact, on
+from tests.lowering.on_mesh import exact, four_and_two, on
 from tests.lowering.traced import array
 
 Golden = Callable[..., None]
@@ -101,7 +101,7 @@ def test_what_one_loop_makes_for_another(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("chunks", ["auto", 8])
-@pytest.mark.parametrize("devices", [2, 4])
+@four_and_two
 def test_what_a_scan_stacks_and_another_slices(devices: int, chunks: Any) -> None:
     chunks = chunks if chunks == "auto" else 2 * devices
     args = array(ROWS, MODEL), *weights(LAYERS)
@@ -154,7 +154,7 @@ def test_gradients_of_weights_are_one_matmul_each(golden: Golden) -> None:
 
 @pytest.mark.usefixtures("whole_sums")
 @pytest.mark.parametrize("chunks", ["auto", 8])
-@pytest.mark.parametrize("devices", [2, 4])
+@four_and_two
 def test_in_scans_as_well(devices: int, chunks: Any) -> None:
     chunks = chunks if chunks == "auto" else 2 * devices
     args = array(ROWS, MODEL), *weights(LAYERS)

@@ -66,8 +66,14 @@ def scans(program: Program) -> list[Scan]:
     return [stmt for stmt in program.body if isinstance(stmt, Scan)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5])
-@pytest.mark.parametrize("specs", [FSDP, DP], ids=["fsdp", "dp"])
+@pytest.mark.parametrize(
+    ("specs", "length"),
+    [
+        *((FSDP, length) for length in (1, 2, 3, 5)),
+        *((DP, length) for length in (2, 3)),
+        *(pytest.param(DP, length, marks=pytest.mark.slow) for length in (1, 5)),
+    ],
+)
 def test_gradients_are_exact_for_any_length(specs: Any, length: int) -> None:
     program = check(jax.grad(loss, (0, 1)), *operands(length), **settings(specs))
     assert bool(notes(program)) == (length > 1)
