@@ -199,7 +199,7 @@ def test_the_doctor_looks_at_a_mesh_of_the_user(
     )
     assert main(["doctor", "--mesh", "meshes_of_mine:mesh"]) == 0
     assert "  tp                   2 devices in one process" in capsys.readouterr().out
-    for name, said in (("jax", "is no jax.sharding.Mesh"), ("axes", "has no axes")):
+    for name, said in (("jax", "is no jax.sharding.Mesh"), ("axes", "has no 'axes'")):
         with pytest.raises(SystemExit, match="2"):
             main(["doctor", "--mesh", f"meshes_of_mine:{name}"])
         assert said in capsys.readouterr().err

@@ -80,7 +80,7 @@ FOUR = gpus(hosts=2, processes=1, each=2)
             {"dp": 4, "tp": 2},
             {},
             errors.OptionError,
-            "4. JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8",
+            "4 in all. JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8",
         ),
         ({"dp": 3}, {}, errors.OptionError, "2 of process 0, 1 of process 1"),
         ({"dp": 4}, {"within": "tp"}, errors.UnknownAxisError, "its axes are dp"),

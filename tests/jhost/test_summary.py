@@ -50,8 +50,9 @@ def test_a_step_of_a_whole_model_fits_a_screen() -> None:
     (largest,) = (line for line in lines if "largest exposed transfer" in line)
     longest = max(explanation.communications, key=lambda each: each.exposed or 0.0)
     assert longest.value in largest
-    assert "of convert_element_type at decoder.py:" in largest
-    advice = "to change first: how convert_element_type at decoder.py:"
+    weights = "div in `jax.nn.dot_product_attention(...)` at decoder.py:"
+    assert f"of {weights}" in largest
+    advice = f"to change first: how {weights}"
     assert advice in str(explanation)
     assert "['layers']['attention']['key']['kernel'] over tp" in str(explanation)
 
