@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LITTLE = 0.03
 """Predictions are not exact enough for gains of less than this share of the time."""
 
-_CLOSE = 1.1
+_CLOSE = 1 + _LITTLE
 """A choice predicted to take at most so many times as long may still be faster."""
 
 
@@ -164,12 +164,16 @@ def _one_layout(explained: Explanation, largest: CommunicationReport) -> str:
 
 
 def _reason(explained: Explanation, largest: CommunicationReport) -> str:
-    """Why the value changes its layout, in the words of its row."""
+    """What a user can change where jhost found nothing to hide a transfer."""
     row = _layout_of(explained, largest)
     if row is None:
         return ""
     change = f"{row.before} -> {row.after}; {row.reason}"
-    return f"how {largest.value} is sharded: {change}"
+    return (
+        f"how {largest.value} is sharded, or use fewer devices along "
+        f"{' and '.join(largest.axes)}, or more rows on each device: nothing hides its "
+        f"change of sharding ({change})"
+    )
 
 
 def _layout_of(

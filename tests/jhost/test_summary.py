@@ -132,7 +132,7 @@ def test_a_transfer_without_a_stream_is_to_be_marked() -> None:
 
 
 def test_choices_that_are_close_are_to_be_measured() -> None:
-    close = stream(predicted=(("not pipelined", 3e-3), ("p2p in chunks", 3.1e-3)))
+    close = stream(predicted=(("not pipelined", 3e-3), ("p2p in chunks", 3.05e-3)))
     assert advised(explanation(transfer(), streams=(close,))).startswith(
         "measure with jhost.tune: at model.py:7 (model) p2p in chunks"
     )
@@ -153,9 +153,9 @@ def left(best: float) -> dict[str, Any]:
 
 
 def test_nothing_is_to_be_marked_where_jhost_looked_and_left() -> None:
-    assert advised(explanation(transfer(), **left(3.1e-3))).startswith(
+    assert advised(explanation(transfer(), **left(3.05e-3))).startswith(
         "jhost found a stream at model.py:7 and left it, too close to choose by "
-        "prediction (3.1 ms with a loop and 3 ms without): mark it"
+        "prediction (3.05 ms with a loop and 3 ms without): mark it"
     )
     assert advised(explanation(transfer(), **left(9e-3))).startswith(
         "fewer devices along tp, or more rows a device: jhost found a stream at "
