@@ -161,7 +161,7 @@ def test_a_sum_that_something_else_reads_is_not_late(read: str) -> None:
             y, back = jax.vjp(lambda w: layer(x, w)[0], weights)
             (gradients,) = back(y)
             if read == "by the next layer":
-                y = y + total[0][:4, :8]
+                y = y + total[0][:4, :8] + total[1][:4]
             if read == "by another sum":
                 other = jax.tree.map(jnp.add, other, total)
             stacked = total if read == "by a stack" else None
