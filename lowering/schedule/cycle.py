@@ -313,7 +313,7 @@ class MovableTransfers:
         iteration makes, and what they make goes into stacks and carried sums alone.
         """
         made, sent, behind = {*made}, set[str](), list[int]()
-        known = self.constant | self.end_of.keys()
+        known = self.constant | self.sliced | self.end_of.keys()
         for later, block in enumerate(self.blocks.all[number + 1 :], number + 1):
             name = communication_of(block.stmt)
             if isinstance(block.stmt, ir.Wait):
