@@ -25,7 +25,7 @@ from tests.lowering.hand_built import mesh_of
 Function: TypeAlias = Callable[..., Any]
 Layer: TypeAlias = Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array]
 
-ROWS, WIDTH = 4, 4
+WIDTH = 4
 
 SPECS: Mapping[str, Sequence[P]] = {
     "up": (P(None, "d"), P(None, None, "d"), P("d"), P()),
@@ -202,6 +202,8 @@ class ScanCase:
     """Whether what is taken is taken of the jhost function."""
     specs: tuple[tuple[str, P], ...]
     rows: P
+    batch: int
+    """The number of rows: with few of them these move, and not the weights."""
     donated: bool
 
     def count(self) -> None:
@@ -283,7 +285,7 @@ class ScanCase:
             "shared": numbers(self.of_weights, *square),
         }
         batches = (2,) * (self.around in ("microbatches", "vmap"))
-        return numbers(self.dtype, *batches, ROWS, WIDTH), weights
+        return numbers(self.dtype, *batches, self.batch, WIDTH), weights
 
     @property
     def exact(self) -> float:
@@ -430,6 +432,11 @@ def scans(draw: st.DrawFn, taken: Sequence[str] = tuple(_TAKEN)) -> ScanCase:
             if not (spec and spec[0] and name in SLICED) or length % devices == 0
         ]
         chosen[name] = one(*fitting)
+    # As over tp: what moves depends on the iteration before, so work moves to it.
+    over_tp = devices == 2 and draw(st.booleans())
+    if over_tp:
+        chosen |= {"up": P(None, None, "d"), "down": P(None, "d")}
+        least = ["both"]
     of_weights = dtype if dtype.startswith(("int", "uint")) else one(dtype, "float32")
     return ScanCase(
         devices=devices,
@@ -454,6 +461,7 @@ def scans(draw: st.DrawFn, taken: Sequence[str] = tuple(_TAKEN)) -> ScanCase:
         taken=of_case,
         outside=one(False, True),
         specs=tuple(chosen.items()),
-        rows=one(P("d"), P("d"), P()),
+        rows=P("d") if over_tp else one(P("d"), P("d"), P()),
+        batch=2 if over_tp else 4,
         donated=one(False, False, True) and forward,
     )

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
+from jhost._text import bytes_text
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
 from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import EachProgram
@@ -150,7 +151,8 @@ def _said(cycle: Cycle) -> Note:
     said += [f"{work} computed an iteration late, beside what moves {beside}"] * bool(
         work
     )
-    form = f"in the scan of {cycle.scan.length}: {' and '.join(said)}"
+    more = f"an iteration hands on {bytes_text(cycle.bytes)} more a device"
+    form = f"in the scan of {cycle.scan.length}: {' and '.join(said)}; {more}"
     return Note(form=form, where=where)
 
 

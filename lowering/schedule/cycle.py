@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs
 from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
 from jhost.lowering.schedule.blocks import blocks_of, communication_of
@@ -135,6 +136,12 @@ class Cycle:
     def terms(self) -> dict[str, ir.Buffer]:
         """What the body carries for what is late, by name."""
         return {term.name: term for each in self.late for term in each.terms}
+
+    @property
+    def bytes(self) -> int:
+        """What an iteration carries for the next one besides, on each device."""
+        came = (each.stmt.out for each in self.early)
+        return sum(map(bytes_of, (*came, *self.terms.values())))
 
     @property
     def inside(self) -> range:
@@ -306,7 +313,7 @@ class MovableTransfers:
         iteration makes, and what they make goes into stacks and carried sums alone.
         """
         made, sent, behind = {*made}, set[str](), list[int]()
-        known = self.constant | self.end_of.keys()
+        known = self.constant | self.sliced | self.end_of.keys()
         for later, block in enumerate(self.blocks.all[number + 1 :], number + 1):
             name = communication_of(block.stmt)
             if isinstance(block.stmt, ir.Wait):

@@ -65,11 +65,9 @@ def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval
         (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
     ):
         behind, along = blocks.before(stmt)
-        # A transfer of a value that another moved transfer brings keeps its place.
-        if not found.keys().isdisjoint(behind):
-            continue
-        # What can wait is made once the transfers are there that it is made of.
-        made_of = found.keys() & blocks.waited_for(behind)
+        # It may be made of what another moved transfer brings, and what can wait is
+        # made once that is there.  So it is issued behind the work beside the other.
+        made_of = found.keys() & (behind | blocks.waited_for(behind))
         ready = max([*behind, *(found[number].issue for number in made_of)], default=-1)
         issue = next((work for work in working if work > ready), reader)
         if issue < reader:

@@ -61,17 +61,20 @@ class _FreeProducts:
         """For each exposed transfer the largest product that is left and has room."""
         exposed = [*self.exposed()]
         room = _CARRIED * max((larger_side(stmt) for stmt, _ in exposed), default=0)
-        readers = {reader for _, reader in exposed}
-        left = sorted(self.behind.keys() - readers, key=self.work, reverse=True)
-        carried = set[str]()
-        for stmt, reader in exposed:
+        left = sorted(self.behind, key=self.work, reverse=True)
+        carried, gone = set[str](), set[int]()
+        for stmt, readers in exposed:
             for number in left:
+                gone_then = {*gone, number}
+                place = next((r for r in readers if r not in gone_then), None)
                 more = [t for t in self.terms(number) if t.name not in carried]
-                if sum(map(bytes_of, more)) <= room:
+                if place is not None and sum(map(bytes_of, more)) <= room:
                     room -= sum(map(bytes_of, more))
                     carried |= {term.name for term in more}
-                    left.remove(number)
-                    yield self.made_late(number, stmt, reader)
+                    gone = gone_then
+                    # What a product stands before stays in its iteration.
+                    left = [each for each in left if each not in (number, place)]
+                    yield self.made_late(number, stmt, place)
                     break
 
     def made_late(self, number: int, beside: ir.Communicate, reader: int) -> Late:
@@ -95,17 +98,16 @@ class _FreeProducts:
         each = {buffer.name: buffer for buffer in ins if buffer.name not in known}
         return tuple(each.values())
 
-    def exposed(self) -> Iterator[tuple[ir.Communicate, int]]:
-        """The transfers that nothing but free products can hide, each with its reader.
+    def exposed(self) -> Iterator[tuple[ir.Communicate, list[int]]]:
+        """The transfers that nothing but free products can hide, each with its readers.
 
         A product that stands beside one of them as it is stays there.
         """
         for number, stmt in self.blocks.transfers():
             exposed = self.is_bound(stmt) and stmt.name not in self.hidden
             if exposed and number not in self.free:
-                reader = self.reader(number, stmt)
-                if reader is not None:
-                    yield stmt, reader
+                if readers := self.readers(number, stmt):
+                    yield stmt, readers
 
     def is_bound(self, stmt: ir.Communicate) -> bool:
         """Whether a transfer may be hidden, and no other iteration can make it."""
@@ -113,18 +115,26 @@ class _FreeProducts:
             return False
         return self.found.is_open(stmt)
 
-    def reader(self, number: int, stmt: ir.Communicate) -> int | None:
-        """The first block that reads what comes, unless work stands before it."""
+    def readers(self, number: int, stmt: ir.Communicate) -> list[int]:
+        """The first block that reads what comes, unless work stands before it.
+
+        If that is a product that may be late, the blocks that are then the first.
+        """
         made_of, _ = self.blocks.before(stmt)
-        made = {stmt.out.name}
+        made, found = {stmt.out.name}, list[int]()
         for later in range(max(made_of, default=-1) + 1, len(self.blocks.all)):
             block = self.blocks.all[later]
+            works = block.contracts if stmt.kind in GATHERING else block.works
             if made.isdisjoint(block.reads):
-                if block.contracts if stmt.kind in GATHERING else block.works:
+                if works and not found:
                     self.behind.pop(later, None)
-                    return None
+                    return []
+                if not works:
+                    continue
             elif block.can_wait:
                 made |= block.writes
-            else:
-                return later
-        return None
+                continue
+            found.append(later)
+            if later not in self.behind:
+                return found
+        return []

@@ -101,8 +101,6 @@ class Order:
         """Move a product beside each exposed transfer that has one."""
         for number in [n for n in self.open if n not in self.windows]:
             window = self.window(number)
-            if window is None:
-                continue
             # A move before may have put work beside this transfer as well.
             product = None if window.works else self.moved_beside(number, window)
             if product is not None:
@@ -111,18 +109,16 @@ class Order:
 
     def keep_window(self, number: int) -> None:
         window = self.window(number)
-        if window is not None and window.works:
+        if window.works:
             self.windows[number] = window
 
     # --- Windows -------------------------------------------------------------- #
 
-    def window(self, number: int) -> _Window | None:
+    def window(self, number: int) -> _Window:
         """The window of a transfer as the order is; as `intervals.py` has it."""
         stmt = self.open[number]
         behind, _ = self.blocks.before(stmt)
-        if not self.windows.keys().isdisjoint(behind):
-            return None  # of a value that another moved transfer brings
-        made_of = self.windows.keys() & self.blocks.waited_for(behind)
+        made_of = self.windows.keys() & (behind | self.blocks.waited_for(behind))
         issued = (self.windows[each].works[0] for each in made_of)
         ready = max((self.place[each] for each in (*behind, *issued)), default=-1)
         reader = self.reader(number)

@@ -131,7 +131,7 @@ def test_gradients_of_shared_weights_are_added_up_late() -> None:
 
 
 def test_gradients_of_microbatches_are_added_up_late_in_their_order() -> None:
-    """Thirds are not exact, so another order of the sum would show."""
+    """Small numbers are lost beside large ones, so another order would show."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         first, second = weights
@@ -139,11 +139,14 @@ def test_gradients_of_microbatches_are_added_up_late_in_their_order() -> None:
         return jnp.sum(y * y)
 
     def gradients(weights: Any, xs: jax.Array) -> Any:
-        def more(total: Any, x: jax.Array) -> Any:
+        def more(total: Any, each: Any) -> Any:
+            x, scale = each
             made = jax.grad(loss)(weights, x)
-            return jax.tree.map(lambda t, g: t + g / 3, total, made), None
+            return jax.tree.map(lambda t, g: t + g * scale, total, made), None
 
-        return lax.scan(more, jax.tree.map(jnp.zeros_like, weights), xs)[0]
+        scales = jnp.array([1, 2**26, 1, -(2**26), 1], jnp.float32)
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        return lax.scan(more, zeros, (xs, scales))[0]
 
     first, second = ((array(8, 16, seed=n), array(16, 8, seed=n + 1)) for n in (1, 3))
     specs = (SHARED, SHARED)
@@ -161,7 +164,7 @@ def test_a_sum_that_something_else_reads_is_not_late(read: str) -> None:
             y, back = jax.vjp(lambda w: layer(x, w)[0], weights)
             (gradients,) = back(y)
             if read == "by the next layer":
-                y = y + total[0][:4, :8]
+                y = y + total[0][:4, :8] + total[1][:4]
             if read == "by another sum":
                 other = jax.tree.map(jnp.add, other, total)
             stacked = total if read == "by a stack" else None

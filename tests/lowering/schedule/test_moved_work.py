@@ -62,7 +62,7 @@ def said(program: Program) -> list[str]:
 def test_a_weights_gradient_is_beside_what_the_layer_sends_on(loss: Any) -> None:
     weights = array(3, 8, 16, seed=1), array(3, 16, 8, seed=2)
     specs = (P(None, None, "d"), P(None, "d")), P("d")
-    how = {"in_shardings": specs, "out_shardings": specs}
+    how: dict[str, Any] = {"in_shardings": specs, "out_shardings": specs}
     gradients = jax.grad(loss, (0, 1))
     made = check(gradients, weights, array(4, 8), mesh=mesh_of(d=4), **how)
     assert any("the gradient of" in each for each in said(made))
