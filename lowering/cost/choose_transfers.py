@@ -169,8 +169,9 @@ class Weighed:
 def _said(
     way: TransferForm, gathers: bool, stmts: Sequence[Communicate]
 ) -> Iterator[Note]:
-    moved = [stmt for stmt in stmts if stmt.kind == "CollectivePermute"]
-    others = [stmt for stmt in stmts if stmt.kind != "CollectivePermute"]
+    sent = ("CollectivePermute", "AllToAll")
+    moved = [stmt for stmt in stmts if stmt.kind in sent]
+    others = [stmt for stmt in stmts if stmt.kind not in sent]
     when = "before" if gathers else "after"
     for done, some in (("gathered" if gathers else "summed", others), ("sent", moved)):
         if not some:
