@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 import jhost
@@ -76,8 +78,11 @@ class Gain:
         return f"{self.speedup:.2f} of {self.ceiling:.2f}"
 
 
-def gain(case: cases.Case) -> Gain:
-    """What is predicted of `case` on its devices, were they H200s."""
+def gain(case: cases.Case, backward: bool = False) -> Gain:
+    """What is predicted of `case` on its devices, were they H200s.
+
+    Of its forward, or with the backward for all operands.
+    """
 
     def layer(*operands: Any) -> Any:
         return case.run(Streamed(), operands)
@@ -91,16 +96,42 @@ def gain(case: cases.Case) -> Gain:
     there = Devices(platform="gpu", kind=KIND, count=case.axes.devices, processes=1)
     rates = rates_of(KIND)
     assert rates
+
+    def prediction(f: Any) -> Prediction:
+        every = tuple(range(len(case.operands)))
+        both = jax.grad(lambda *args: jnp.sum(f(*args)), every)
+        made = programs(both if backward else f, *case.abstract())
+        return sum((predict(each, rates) for each in made), Prediction())
+
     with mock.patch.object(program, "devices_of", return_value=there):
-        (off,) = programs(f.with_options(pipeline="off"), *case.abstract())
-        (auto,) = programs(f, *case.abstract())
-    return Gain(predict(off, rates), predict(auto, rates))
+        return Gain(prediction(f.with_options(pipeline="off")), prediction(f))
 
 
 def predicted() -> str:
-    """A table a model: a row a layer, a column a number of tokens; and one of steps."""
+    """A table a model: a row a layer, a column a number of tokens; and two of others.
+
+    These are of nvFuser's own sizes, and of training steps.
+    """
     models = [f"### Llama-3 {m.upper()}\n\n{_gains(m)}" for m in layers.MODELS]
-    return "\n\n".join([*models, _STEPS, step_predictions.table()])
+    others = [f"{_NVFUSER}\n\n{_own()}", f"{_STEPS}\n\n{step_predictions.table()}"]
+    return "\n\n".join([*models, *others])
+
+
+_NVFUSER = (
+    "### nvFuser's own sizes\n\nThey are those of its benchmarks and tests: a layer of "
+    "GPT-3, and linear layers with gathered rows (`ag`) or an all-reduced result "
+    "(`ar`). A name ends with the number of rows."
+)
+
+
+def _own() -> str:
+    """A row a case of nvFuser's, of its forward and of both passes."""
+    known = cases.all_cases(along_tp(DEVICES), small=False, models=[])
+    rows = (
+        [case.name, str(gain(case)), str(gain(case, backward=True))]
+        for case in cases.select(known, ["nvfuser_*"])
+    )
+    return report.table(["case", "forward", "forward and backward"], rows)
 
 
 _STEPS = (

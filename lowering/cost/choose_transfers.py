@@ -1,9 +1,9 @@
 """Choose how transfers outside of loops are made, and which stand beside other work.
 
 Three kinds of transfers qualify: gathers of weights, whose shards are there long before
-they are read; sums of gradients, which nothing reads for long; and values that
-neighbours send each other, such as the stages of a pipeline.  The third kind consists
-of permutes already, and stays as it is.
+they are read; sums of gradients, which nothing reads for long; and values that devices
+send each other, such as the stages of a pipeline.  The third kind consists of permutes
+or all-to-alls, and stays what it is.
 
 - Within a process permutes run beside other work, but the pieces that they bring have
   to be put together or added.  So all gathers of a program become permutes if that is
@@ -201,8 +201,9 @@ class Weighed:
 def _said(
     way: TransferForm, gathers: bool, stmts: Sequence[Communicate]
 ) -> Iterator[Note]:
-    moved = [stmt for stmt in stmts if stmt.kind == "CollectivePermute"]
-    others = [stmt for stmt in stmts if stmt.kind != "CollectivePermute"]
+    sent = ("CollectivePermute", "AllToAll")
+    moved = [stmt for stmt in stmts if stmt.kind in sent]
+    others = [stmt for stmt in stmts if stmt.kind not in sent]
     when = "before" if gathers else "after"
     for done, some in (("gathered" if gathers else "summed", others), ("sent", moved)):
         if not some:

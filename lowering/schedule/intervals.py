@@ -14,7 +14,7 @@ from jhost.lowering.schedule.held import held, holds_bodies
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
 """Whether a transfer may be moved."""
 
-GATHERING = ("AllGather", "CollectivePermute")
+GATHERING = ("AllGather", "AllToAll", "CollectivePermute")
 """Transfers that bring a device new bytes, and add nothing up."""
 
 SUMS = ("ReduceScatter", "AllReduce")

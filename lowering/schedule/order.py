@@ -11,7 +11,7 @@ processes have to write the same program.
   at most a few works ahead of its reader, and only once a window of bytes has room for
   it beside gathers that nothing has read yet.  In a program with a scan it comes later
   where it would add to the most that the program holds.
-- A permute brings bytes as a gather does, and has an interval like one.
+- A permute or an all-to-all brings bytes as a gather does, and has such an interval.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
   next work, and waited for when the window has no room for the next terms.  Behind the
   last work little hides it.  The window is smaller there, and has to have room for any

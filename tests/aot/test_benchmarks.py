@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import jhost
 from jhost.runtime.compiler_options import overlap_options
 from jhost.runtime.profile.schedule import parse_schedule
-from tests.aot.on_h200 import MakeH200s, exposed
+from tests.aot.on_h200 import QUICKLY, MakeH200s, exposed
 from tests.lowering.rules.reference_attention import as_with_cudnn
 
 # Last, so that `jhost` stays the one that is installed.
@@ -55,6 +55,27 @@ def test_a_cotangent_is_not_gathered_before_the_result(
     schedule = parse_schedule(compiled(built, mesh).as_text() or "")
     kinds = [communication.kind for communication in schedule.communications]
     assert kinds == ["AllGather", "ReduceScatter"] * 2, schedule
+
+
+NVFUSERS = (
+    "nvfuser_ag/h8192/8192",
+    "nvfuser_ag/k32768/32768",
+    "nvfuser_ag/k1024/1024",
+    "nvfuser_layer/gpt3/2048",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+@pytest.mark.parametrize("name", NVFUSERS)
+def test_both_passes_of_nvfuser_s_own_sizes(h200s: MakeH200s, name: str) -> None:
+    mesh = h200s({"tp": 4})
+    (built,) = arms.ARMS["jhost_p2p"](case_of(name), mesh, True)
+    text = compiled(built, mesh, {**overlap_options(mesh), **QUICKLY}).as_text()
+    schedule = parse_schedule(text or "")
+    moved = [c for c in schedule.communications if c.kind == "CollectivePermute"]
+    assert moved, schedule
+    assert all(c.asynchronous for c in moved), schedule
 
 
 def test_a_ring_by_hand_hides_the_keys_that_go_around(

@@ -70,22 +70,38 @@ def _with_less_before(flat: FlatJaxpr, place: int) -> FlatJaxpr:
     # What is read behind is there anyway.
     free = _free(before, _makers(pair), {*flat.invars, *_read(behind), *flat.outvars})
     for here in earlier:
-        pair = with_less_stacked(pair, here, 0, lambda v: _cost(v, free), _with_least)
+        pair = with_less_stacked(pair, here, 0, lambda v: _cost(v, free), _with_less)
     instead = {operand: value for value, operand in pair.handed}
     scan = on_others(pair.second.eqns[:1], instead)
     eqns = (*pair.first.eqns, *scan, *pair.second.eqns[1:])
     return dataclasses.replace(flat, eqns=eqns)
 
 
-def _with_least(pair: Pair, given: Mapping[Var, int]) -> Pair:
+def _with_less(pair: Pair, given: Mapping[Var, int]) -> Pair:
+    """A pair of bodies of one program, which hand on what matmuls of both read.
+
+    Such a value is written to memory anyway, as in `loops.py`.  Were it computed again,
+    it would also be gathered again: six layers of Llama 70B over four devices would
+    take 2 % longer.
+    """
+    in_first, in_second = _contracted(pair.first), _contracted(pair.second)
+    both = {v for v, x in pair.handed if v in in_first and x in in_second}
+    return _with_least(pair, given, both)
+
+
+def _with_least(
+    pair: Pair, given: Mapping[Var, int], kept: Collection[Var] = ()
+) -> Pair:
     """A pair with the least between its programs.
 
-    `given` has the bytes that passing values takes which are there already.
+    `given` has the bytes that passing values takes which are there already.  What is in
+    `kept` is not computed again, but of values that cost nothing.
     """
     again = _makers(pair)
     free = _free(
         pair.first.eqns, again, {var for var, cost in given.items() if not cost}
     )
+    again = {v: e for v, e in again.items() if v in free or v not in kept}
     pair = with_least_stacked(pair, lambda v: _cost(v, free), _with_least)
     first, second = pair.first, pair.second
     made_of = {var: _operands(eqn) for var, eqn in again.items()}
@@ -121,6 +137,11 @@ def _is_made_of(eqn: JaxprEqn, primitives: Collection[str]) -> bool:
     if eqn.primitive.name not in CALLS:
         return eqn.primitive.name in primitives
     return all(_is_made_of(inner, primitives) for inner in called_body(eqn).eqns)
+
+
+def _contracted(flat: FlatJaxpr) -> set[Var]:
+    """The values that matmuls read."""
+    return _read(eqn for eqn in flat.eqns if eqn.primitive.name == "dot_general")
 
 
 def _free(

@@ -166,12 +166,13 @@ def stacked(program: Program) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("pipeline", ["off", "collective", "p2p"])
-def test_a_scan_stacks_what_only_a_matmul_makes(pipeline: Pipeline) -> None:
+def test_a_scan_stacks_what_matmuls_make_or_read(pipeline: Pipeline) -> None:
+    """What both matmuls made, and the product that one reads in each pass."""
     weights = [jnp.stack([w] * LAYERS) for w in (GATE, UP, DOWN)]
     settings: dict[str, Any] = {"in_shardings": (SPECS[0], *STACKED)}
     settings |= {"mesh": MESH, "pipeline": pipeline}
     program = check(gradients(layers), X, *weights, **settings)
-    assert stacked(program).count((LAYERS, *HIDDEN_PART)) == 2
+    assert stacked(program).count((LAYERS, *HIDDEN_PART)) == 3
 
 
 def bytes_stacked(fun: Callable[..., Any], *args: Any) -> int:

@@ -90,6 +90,20 @@ def test_all_but_the_first_gather_have_work_beside_them() -> None:
     assert most_under_way(program) <= 3
 
 
+def test_an_all_to_all_stands_beside_work_that_does_not_need_it() -> None:
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        rows, columns = P("ep"), P(None, "ep")
+        moved = jhost.shard(jhost.shard(layer(x, w), rows), columns)
+        beside = jhost.shard(layer(layer(x, v), v), rows)
+        return jhost.shard(layer(w, moved) + beside, columns)
+
+    args, specs = operands(4, 2, 4), (P("ep"), P(), P())
+    with sums.moving("collective"):
+        program = exact(f, *args, **on({"ep": 2}, specs, P(None, "ep")))
+    assert kinds(program)[0] == "AllToAll"
+    assert waits_behind(program)[0] == 2
+
+
 @each_way
 def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(
     way: TransferForm,
