@@ -279,7 +279,10 @@ def _derived(fun: Callable[..., Array], by: str) -> Callable[..., Any]:
     """A derivative of `fun` by its first two operands, at the third."""
 
     def slope(x: Array, new: Array, at: Array) -> Any:
-        return jax.grad(lambda *of: (fun(*of, at) ** 2).sum(), (0, 1))(x, new)
+        def loss(x: Array, new: Array) -> Array:
+            return (fun(x, new, at) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(x, new)
 
     match by:
         case "forward":
@@ -288,7 +291,7 @@ def _derived(fun: Callable[..., Array], by: str) -> Callable[..., Any]:
             )
         case "second order":
             return lambda x, new, at: jax.jvp(
-                lambda *of: slope(*of, at), (x, new), (jnp.sign(x), new)
+                lambda x, new: slope(x, new, at), (x, new), (jnp.sign(x), new)
             )
         case _:
             return lambda x, new, at: jax.vmap(slope, (None, 0, None))(
