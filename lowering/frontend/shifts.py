@@ -265,13 +265,15 @@ def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
     return first.start
 
 
-# --- Slices under other names ------------------------------------------------------ #
+# --- Slices and concatenations under other names ------------------------------------ #
 
 
 def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """An equation as static slices, if it is one or makes nothing else."""
+    """An equation as static slices or a concatenation, if it makes nothing else."""
     if eqn.primitive.name == "split":
         return [*_pieces(eqn)]
+    if eqn.primitive.name == "tile" and _joins_two(eqn):
+        return [_joined(eqn)]
     if eqn.primitive.name == "pad" and _only_cuts(eqn):
         return [_without_ends(eqn)]
     places = eqn.invars[1:]
@@ -279,6 +281,18 @@ def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
     if eqn.primitive.name == "dynamic_slice" and known:
         return [_at_known_place(eqn)]
     return [eqn]
+
+
+def _joins_two(eqn: JaxprEqn) -> bool:
+    """Whether a tiling joins an array with itself, once and along one dim."""
+    # With more copies the windows of all together are longer than the array.
+    return [n for n in eqn.params["reps"] if n != 1] == [2]
+
+
+def _joined(eqn: JaxprEqn) -> JaxprEqn:
+    ins, dim = [eqn.invars[0]] * 2, [*eqn.params["reps"]].index(2)
+    params = {"dimension": dim}
+    return new_eqn(lax.concatenate_p, ins, eqn.outvars, params, like=eqn)
 
 
 def _only_cuts(eqn: JaxprEqn) -> bool:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -134,6 +135,14 @@ def _batch(
     return tuple(mapped(dim, size) for dim, size in enumerate(shape))
 
 
+_MERGES_SLICES = jax.__version_info__ < (0, 12)
+"""Whether a scatter must not see that its operand is a slice.
+
+For an index that it drops, XLA (of JAX 0.10.2, but not of 0.12) reads the old element.
+It makes one slice of the two, and so reads beside the part.
+"""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Updates:
     """The rebind of a scatter.
@@ -169,6 +178,8 @@ class _Updates:
             # chose for rows out of bounds.
             changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP
             changed["indices_are_sorted"] = False
+            if _MERGES_SLICES:
+                operand = lax.optimization_barrier(operand)
         # Without this, each part of the updates would add the operand once more.
         parts = any(shard.size(f) != self.sizes[f] for f in self.reduced)
         if parts or padded:

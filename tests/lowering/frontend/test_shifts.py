@@ -83,6 +83,8 @@ def _moves(fun: Fun) -> list[str]:
         (lambda x: x + jnp.pad(x[2:], ((0, 2), (0, 0))), ["pad (-2, 2, 0)"]),
         (lambda x: jnp.concatenate([x[3:], x[:2]]), ["3:16", "0:2", "concatenate"]),
         (lambda x: x[2:, 1:][:4], ["2:16", "0:4"]),
+        (lambda x: jnp.tile(x, (2, 1)), ["concatenate"]),
+        (lambda x: jnp.tile(x, (2, 1))[4:-12], ["concatenate", "4:20"]),
     ],
 )  # fmt: skip
 def test_a_chain_along_one_dim_is_one_equation(fun: Fun, moves: list[str]) -> None:

@@ -86,6 +86,18 @@ def test_rows_of_two_dims_over_two_axes() -> None:
     assert set(communications(program)) <= {"AllReduce dp,tp sum"}
 
 
+@pytest.mark.parametrize("spec", [P("dp"), P("tp", "dp")])
+def test_of_a_diagonal_nothing_else_moves(spec: P) -> None:
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found, back = jax.vjp(jnp.diagonal, x)
+        return found, back(found)[0]
+
+    x = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    program = exact(both, x, **on({"dp": 2, "tp": 2}, (spec,), (P(), spec)))
+    axes = ",".join(axis for axis in spec if axis)
+    assert communications(program) == [f"AllReduce {axes} sum"]
+
+
 def test_rows_that_do_not_divide_are_padded() -> None:
     """Bounds stay those of the table, whose last row is the 61st."""
 

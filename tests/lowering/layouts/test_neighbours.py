@@ -144,6 +144,34 @@ def test_the_gradient_of_a_kernel_is_a_sum_over_devices() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("positions", "more"),
+    [(32, {}), (9, {}), (31, {"window_strides": (2,)}), (32, {"rhs_dilation": (3,)})],
+    ids=["plain", "few", "strided", "dilated"],
+)
+def test_the_gradient_of_a_kernel_is_so_too_where_the_result_is_uneven(
+    positions: int, more: dict[str, Any]
+) -> None:
+    """Padding of the result meets no element, which may be no number."""
+
+    def gradients(x: Array, kernel: Array) -> Any:
+        made, back = jax.vjp(_convolution((0, 0), **more), x, kernel)
+        return back(lax.broadcasted_iota(made.dtype, made.shape, 1) % 3)
+
+    x = np.array(integers(2, positions, 3), np.float32)
+    x[0, -1, 0] = np.nan
+    kernel = np.array(integers(3, 3, 2), np.float32)
+
+    def sharded(x: Array, kernel: Array) -> Any:
+        return gradients(jhost.shard(x, SEQUENCE), kernel)
+
+    program = exact(sharded, x, kernel, **tp(4, (P(), P()), P()))
+    found = communications(program)
+    assert "AllReduce tp sum" in found
+    # Of what x's gradient is, which leaves whole.
+    assert sum(each.startswith("AllGather") for each in found) == 1
+
+
 @pytest.mark.parametrize(("window", "stride", "edges"), [(2, 2, 0), (3, 2, 4)])
 def test_a_maximum_hands_back_to_its_own_part(
     window: int, stride: int, edges: int
@@ -244,6 +272,21 @@ def _convolved(x: Array, width: int, stride: int) -> Array:
     return out[:, :, 0].T
 
 
+def _by_kernel(x: Array, width: int, stride: int) -> Array:
+    """With the gradient of a kernel added, which is a sum of all rows."""
+
+    def convolved(kernel: Array) -> Array:
+        return lax.conv_general_dilated(
+            jnp.sign(x.T)[:, :, None], kernel, (1 + stride % 3,), [(width % 2, 0)],
+            rhs_dilation=(1 + width % 2,), dimension_numbers=("NTC", "TIO", "NTC"),
+        )  # fmt: skip
+
+    taps = min(1 + width % 4, 1 + (len(x) - 1) // 2)
+    made, back = jax.vjp(convolved, jnp.zeros((taps, 1, 1), x.dtype))
+    given = made + lax.broadcasted_iota(made.dtype, made.shape, 1) % 3
+    return x + jnp.sum(back(given)[0] % 7)
+
+
 _STEPS: dict[str, Callable[[Array, int, int], Array]] = {
     "roll": lambda x, a, b: jnp.roll(x, a - b, 0),
     "slice": lambda x, a, b: x[a % 3 : max(len(x) - b % 5, a % 3 + 1)],
@@ -257,6 +300,7 @@ _STEPS: dict[str, Callable[[Array, int, int], Array]] = {
     "tail": lambda x, a, b: x[-1 - a % 2 :] * b + x[:1],
     "windows": _windows,
     "convolved": _convolved,
+    "by kernel": _by_kernel,
     "scaled": lambda x, a, b: x * (jnp.arange(len(x), dtype=x.dtype) % 3 - a)[:, None],
 }
 

@@ -49,6 +49,22 @@ def difference(x: Array) -> Array:
     return jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0)))
 
 
+def by_kernel(x: Array) -> Array:
+    """The gradient of a kernel that gives a few places less than there are."""
+    numbers = "NTC", "TIO", "NTC"
+
+    def convolved(kernel: Array) -> Array:
+        return lax.conv_general_dilated(
+            x[None], kernel, (1,), "VALID", dimension_numbers=numbers
+        )
+
+    return jax.grad(lambda k: (convolved(k) ** 2).sum())(jnp.ones((4, 64, 8)))
+
+
+def pooled(x: Array) -> Array:
+    return lax.reduce_window(x, 0.0, lax.add, (16, 1), (1, 1), "SAME")
+
+
 def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.grad(lambda x: (fun(x) ** 2).sum())
 
@@ -63,9 +79,18 @@ def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 5), P()),
         (lambda x: jnp.sort(x, axis=0), P(("a", "b"))),
         (lambda x: jnp.argmax(x, axis=0), P()),
+        (by_kernel, P()),
+        (lambda x: jnp.concatenate([x, x]), P(("a", "b"))),
+        (lambda x: jnp.tile(x, (2, 1)), P(("a", "b"))),
+        (pulled(pooled), P(("a", "b"))),
+        (pulled(lambda x: jnp.pad(x, ((8, 8), (0, 0)))), P(("a", "b"))),
+        (pulled(lambda x: jnp.concatenate([x[:1] * 2, x])[:-1]), P(("a", "b"))),
     ],
-    ids=["roll", "difference", "conv", "last", "slice", "sort", "argmax"],
-)
+    ids=[
+        "roll", "difference", "conv", "last", "slice", "sort", "argmax", "by kernel",
+        "joined", "tiled", "pooled", "padded", "behind a row",
+    ],
+)  # fmt: skip
 def test_no_more_than_twice_is_moved_and_kept(
     fun: Callable[[Array], Any], out: P
 ) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.statements import Communicate
 from tests.lowering.hand_built import integers, mesh_of
 from tests.lowering.on_mesh import communications, exact, on, tp
-from tests.lowering.traced import interpreted
+from tests.lowering.traced import interpreted, plain
 
 Array: TypeAlias = jax.Array
 CACHE = P(None, "tp")
@@ -139,6 +139,16 @@ def test_a_decoding_loop_leaves_its_cache_where_it_is() -> None:
     assert [stmt.kind for stmt in found] == ["AllReduce"]
 
 
+def test_a_write_elsewhere_leaves_a_part_as_it_was() -> None:
+    """The part is a slice of what all devices have."""
+
+    def f(x: Array, new: Array, at: Array) -> Array:
+        return jhost.shard(x, CACHE).at[:, at].set(new)
+
+    settings = tp(4, (P(), P(), P()), CACHE)
+    exact(f, cache(), cache(4, 1, 3)[:, 0], jnp.array(7), **settings)
+
+
 # --- At random ---------------------------------------------------------------------- #
 
 
@@ -232,6 +242,85 @@ def test_writes_and_reads_at_random_positions_are_exact(case: Case) -> None:
     args = case.arguments()
     run = interpreted(case.function, mesh=mesh_of(**case.mesh), in_shardings=P())
     chex.assert_trees_all_equal(run(*args), jax.jit(case.function)(*args))
+
+
+# --- In derivatives ----------------------------------------------------------------- #
+
+
+def _turned(x: Array, new: Array, at: Array) -> Array:
+    return jnp.roll(x, at[0], 1) * new[:, :1]
+
+
+def _through_stages(x: Array, new: Array, at: Array) -> Array:
+    """Microbatches go through stages, as weights differ by the positions of `x`."""
+    weights = jnp.swapaxes(x, 0, 1)
+
+    def tick(done: Array, entering: Array) -> tuple[Array, Array]:
+        done = jnp.roll(done, 1, 0).at[0].set(entering)
+        done = jax.vmap(jax.checkpoint(lambda w, x: jnp.sign(w) * x))(weights, done)
+        return done, done[-1]
+
+    first = jnp.zeros_like(weights)
+    return lax.scan(tick, first, jnp.stack([new[:, 0], new[:, 1]] * 5))[1]
+
+
+_POSITIONS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "write": lambda x, new, at: write(x, new, at[0]) * x,
+    "write each": lambda x, new, at: write_each(x, new, at) * x,
+    "read": lambda x, new, at: read(x, at[0]) * new,
+    "read each": lambda x, new, at: read_each(x, at) * new,
+    "add": lambda x, new, at: x.at[jnp.arange(4), at].add(new[:, 0]) * x,
+    "turn": _turned,
+    "stages": _through_stages,
+}
+
+
+def _derived(fun: Callable[..., Array], by: str) -> Callable[..., Any]:
+    """A derivative of `fun` by its first two operands, at the third."""
+
+    def slope(x: Array, new: Array, at: Array) -> Any:
+        def loss(x: Array, new: Array) -> Array:
+            return (fun(x, new, at) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(x, new)
+
+    match by:
+        case "forward":
+            return lambda x, new, at: jax.jvp(
+                lambda *of: fun(*of, at), (x, new), (new.sum() * x, new)
+            )
+        case "second order":
+            return lambda x, new, at: jax.jvp(
+                lambda x, new: slope(x, new, at), (x, new), (jnp.sign(x), new)
+            )
+        case _:
+            return lambda x, new, at: jax.vmap(slope, (None, 0, None))(
+                x, jnp.stack([new, -new]), at
+            )
+
+
+@pytest.mark.parametrize("by", ["forward", "second order", "gradients of a batch"])
+@pytest.mark.parametrize("name", [*_POSITIONS])
+def test_derivatives_are_exact_in_any_order_of_devices(name: str, by: str) -> None:
+    order = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2)
+    sizes = dict.fromkeys(("a", "b"), AxisType.Auto)
+    mesh = Mesh(order, (*sizes,), axis_types=(*sizes.values(),))
+    spec = P("b", "a") if name != "stages" else P(None, ("b", "a"))
+    derived = _derived(_POSITIONS[name], by)
+    run = jhost.jit(derived, mesh=mesh, in_shardings=(spec, P(), P()))
+    args = jnp.sign(cache(4, 8, 2)), jnp.sign(cache(4, 2, 2)), jnp.array([6, 9, -1, 3])
+    chex.assert_trees_all_equal(run(*args), plain(derived, *args))
+
+
+def test_a_gradient_that_is_asked_for_outside_is_exact() -> None:
+    settings = tp(4, (CACHE, P(), P()), CACHE)
+    hosted = jhost.jit(_POSITIONS["write each"], **settings)
+    args = cache(), cache(4, 2, 3), jnp.array([6, 9, -1, 15])
+    found, wanted = (
+        jax.vmap(_derived(fun, ""), (None, 0, None))(args[0], args[1][None], args[2])
+        for fun in (hosted, _POSITIONS["write each"])
+    )
+    chex.assert_trees_all_equal(found, wanted)
 
 
 # --- Of every kind of element ------------------------------------------------------- #
