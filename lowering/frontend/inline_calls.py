@@ -27,6 +27,7 @@ from jhost._jax import (
     with_each_eqn,
 )
 from jhost.lowering.frontend.control_flow import asks_each, while_any
+from jhost.lowering.frontend.mapped_sums import reduces_dims, reduction
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
     CALLS,
@@ -127,6 +128,8 @@ class _Inliner:
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         if self.for_programs and asks_each(eqn):
             return self.traced(while_any(eqn), args, eqn)
+        if self.for_programs and reduces_dims(eqn):
+            return self.traced(reduction(eqn), args, eqn)
         takes_buffers = self.for_programs and eqn.primitive.name in CONTROL_FLOW
         if takes_buffers or eqn.primitive.name in IDENTITIES:
             args = [self.as_variable(atom) for atom in args]
