@@ -98,57 +98,59 @@ def passes(
     others that were lowered before, and a mark that fits one need not fit the other, so
     derived programs are not strict.
     """
+    # Candidates share much with each other, and with the program that is chosen.
+    shares = rates is not None
     # What each device holds, and what must move.
-    layouts: tuple[AnyPass, ...] = (
-        PropagateLayouts(),
-        CarryPartialSums(),
-        DelayReductions(),
-    )
-    transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
+    layouts = _shared(shares, PropagateLayouts(), CarryPartialSums(), DelayReductions())
     # Communications, and loops over chunks around them.
-    loops: tuple[AnyPass, ...] = (
+    to_loops = _shared(
+        shares,
+        ConvertToCommunications(),
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
         CombineSmall(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
-        ChooseCycles(transfers),
-        transfers,
-        LeaveToXla(transfers.between),
-        Segment(),
-        ScheduleLoops(),
     )
-    loops = (ConvertToCommunications(), *loops)
-    # Late work takes long to weigh, and gains less than streams do.
-    cycles = ChooseCycles(transfers, moves_work=False)
-    tried = (cycles if isinstance(each, ChooseCycles) else each for each in loops)
-    choice = ChoosePipelines(
-        following=(*layouts, *tried),
-        settings=settings,
-        rates=rates,
-        device_kind=device_kind,
-        tuned=tuned or {},
-    )
-    finds = settings.finds and settings.pipeline == "auto"
-    # What is found is moved by permutes.
-    if finds and rates is not None and rates.permute.beside_compute:
-        # What finding makes of bodies is not made again for the program that is chosen.
-        remembering = [Remembering(s, s.name) for s in (*layouts, *loops)]
-        first, behind = remembering[: len(layouts)], remembering[len(layouts) :]
-        finding = FindStreams(first, behind, rates, transfers)
-        layouts, loops = tuple(first), tuple(behind)
-    else:
-        finding = FindStreams()
+    # What stands beside what outside of these loops, and what is one kernel.
+    units = _shared(shares, Segment(), ScheduleLoops())
+    transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between), units)
+    cycles = ChooseCycles(transfers)
+    behind = *_shared(shares, transfers, LeaveToXla(transfers.between)), *units
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
-        choice=choice,
+        choice=ChoosePipelines(
+            (*layouts, *to_loops, *_shared(shares, cycles.of_candidates()), *behind),
+            settings=settings,
+            rates=rates,
+            device_kind=device_kind,
+            tuned=tuned or {},
+        ),
+        finding=FindStreams(
+            layouts=(*layouts, *to_loops[:1]),
+            loops=(*to_loops[1:], *behind),
+            rates=_rates_to_find(settings, rates),
+            transfers=transfers,
+        ),
         layouts=layouts,
-        finding=finding,
-        loops=loops,
+        loops=(*to_loops, *_shared(shares, cycles), *behind),
         # The life of what the units make, and how what is sent goes.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )
+
+
+def _rates_to_find(settings: StreamDefaults, rates: Rates | None) -> Rates | None:
+    """The rates by which streams are found; None where none is to be found."""
+    if rates is None or not settings.finds or settings.pipeline != "auto":
+        return None
+    # What is found is moved by permutes.
+    return rates if rates.permute.beside_compute else None
+
+
+def _shared(shares: bool, *steps: Pass) -> tuple[AnyPass, ...]:
+    """The passes, each making the same of one program or body once if it `shares`."""
+    return tuple(Remembering(step, step.name) for step in steps) if shares else steps
 
 
 def run_passes(

@@ -26,6 +26,12 @@ def cached_by_jaxpr(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return util.weakref_lru_cache(function, trace_context_in_key=False)
 
 
-def cached(size: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """`functools.lru_cache` of that size that `jax.clear_caches` empties."""
-    return util.cache(size, trace_context_in_key=False)
+def cached(
+    size: int, *, by_context: bool = False
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """`functools.lru_cache` of that size that `jax.clear_caches` empties.
+
+    With `by_context` the results also depend on the ambient mesh, x64 mode and so on,
+    as those of tracing do.
+    """
+    return util.cache(size, trace_context_in_key=by_context)

@@ -21,7 +21,8 @@ from typing import ClassVar
 from jhost._text import bytes_text
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
 from jhost.lowering.cost.stream_bounds import StreamBounds
-from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.bodies import EachProgram, passed
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
@@ -36,6 +37,19 @@ _GAIN = 0.995
 """A cycle's time must be below this share of the time without it."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Decision:
+    """Whether it gains to move transfers of a scan; None if that is not known yet."""
+
+    moved: Cycle | Once
+    gains: bool | None = None
+
+    def is_of(self, moved: Cycle | Once) -> bool:
+        """Whether it is about the same transfers, moved in the same way."""
+        alike = type(self.moved) is type(moved) and self.moved.stmts == moved.stmts
+        return alike and self.moved.scan.length == moved.scan.length
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseCycles(EachProgram):
     """Scans -> cycles, where that gains; `transfers` says what can be hidden."""
@@ -45,6 +59,18 @@ class ChooseCycles(EachProgram):
     transfers: ChooseTransfers
     moves_work: bool = True
     """Whether work may be late as well."""
+    decided: Shared[_Decision] | None = None
+    """What was decided for other programs that have the same scans; None decides anew.
+
+    Candidates of pipelines share the scans that their marks do not stand in.
+    """
+
+    def of_candidates(self) -> ChooseCycles:
+        """The pass for candidates of pipelines, which decides once for a scan.
+
+        Late work takes long to weigh, and gains less than pipelines do.
+        """
+        return dataclasses.replace(self, moves_work=False, decided=Shared())
 
     def change(self, program: Program) -> Program:
         mesh = dict(program.mesh.shape)
@@ -65,13 +91,16 @@ class ChooseCycles(EachProgram):
         found = MovableTransfers(scan, can_hide)
         if (once := once_of(scan, found)) is not None:
             other, changed = with_once(program, once)
-            if self.is_better(program, other, once):
+            if self.is_better(program, other, self.decision(once)):
                 program, scan = _noted(other, _said_once(once)), changed
                 found = MovableTransfers(scan, can_hide)
         best, note, kept = program, None, found.bound()
         for cycle in self.cycles(program, scan, found):
+            decision = self.decision(cycle)
+            if decision.gains is False:
+                continue  # it is not even written
             other = with_cycle(program, cycle)
-            if self.is_better(best, other, cycle):
+            if self.is_better(best, other, decision):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
         return _noted(_noted(best, note), _said_kept(scan, kept))
@@ -87,15 +116,30 @@ class ChooseCycles(EachProgram):
         if cycle is not None and self.may_move_work(program, cycle):
             yield cycle
 
-    def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
+    def decision(self, moved: Cycle | Once) -> _Decision:
+        """What was decided about the same transfers of a scan, or a new decision."""
+        known = [] if self.decided is None else self.decided.of(moved.scan.body)
+        for each in known:
+            if each.is_of(moved):
+                return each
+        known.append(decision := _Decision(moved))
+        return decision
+
+    def is_better(self, program: Program, other: Program, decision: _Decision) -> bool:
         """Whether the `other` program is asked for, or predicted to take less time."""
-        if not self.is_weighed(moved):
+        if not self.is_weighed(decision.moved):
             return True
+        if decision.gains is None:
+            decision.gains = self.gains(program, other)
+        return decision.gains
+
+    def gains(self, program: Program, other: Program) -> bool:
+        """Whether the `other` program is predicted to take less time."""
         # All transfers are put beside work, as a cycle wants them, instead of chosen
         # for both programs.  The choice took most of lowering: 30 of 40 s for four
         # layers with marks over two axes.
         every = dataclasses.replace(self.transfers, pipeline="p2p")
-        ordered = (Weighed(every.apply(each)) for each in (program, other))
+        ordered = (Weighed(passed(each, every)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
 
     def may_move_work(self, program: Program, cycle: Cycle) -> bool:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jhost.lowering.cost.candidates import Evaluation, Predictions
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass, Remembering
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Section, Sections
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -36,7 +36,7 @@ class ChoosePipelines:
     """Marks that leave something open -> marks that leave nothing open, with a reason.
 
     Attributes:
-        following: the passes up to the loops.
+        following: the passes up to the loops, which remember what they made.
         settings: the defaults for what a request leaves out.
         rates: the rates of the devices, if they are known.
         device_kind: JAX's name for the kind of devices.
@@ -55,7 +55,6 @@ class ChoosePipelines:
         program = self.settings.applied_to(program)
         marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones, sections = open_marks(program), Sections(program)
-        following = [Remembering(step) for step in self.following]
         predictions: Predictions = []
         # Each group is evaluated with what was chosen for the groups before it.
         for group in marks_alike(program):
@@ -63,7 +62,7 @@ class ChoosePipelines:
             for number in known:
                 marks[number] = tuned[number].choice_for(open_ones[number])
             if others := [number for number in group if number not in known]:
-                choice = self.choice(sections, marks, others, following, predictions)
+                choice = self.choice(sections, marks, others, predictions)
                 set_choice(marks, others, choice)
         chosen = with_marks(program, marks)
         # A program whose marks left nothing open may have its streams planned already.
@@ -76,7 +75,6 @@ class ChoosePipelines:
         sections: Sections,
         marks: Sequence[Mark],
         numbers: Sequence[int],
-        following: Sequence[FollowingPass],
         predictions: Predictions,
     ) -> StreamChoice:
         """The choice for some marks alike, with all other marks as they are.
@@ -88,7 +86,9 @@ class ChoosePipelines:
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
         section = sections.holding(numbers, marks)
-        evaluation = Evaluation(section, following, self.rates, predictions=predictions)
+        evaluation = Evaluation(
+            section, self.following, self.rates, predictions=predictions
+        )
         return evaluation.best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:

@@ -23,6 +23,7 @@ from typing import ClassVar, Literal
 
 from jhost._text import bytes_text
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.derived import derived_with
@@ -79,6 +80,8 @@ class ChooseTransfers(EachProgram):
     pipeline: PipelineKind | Literal["auto"] = "auto"
     between: frozenset[str] = frozenset()
     """The axes along which GPUs of several processes lie."""
+    units: Sequence[FollowingPass] = (Segment(), ScheduleLoops())
+    """The passes that end a program's loops, and that it is timed behind."""
 
     def change(self, program: Program) -> Program:
         return _changed(program, self)
@@ -159,7 +162,8 @@ class ChooseTransfers(EachProgram):
     def gains(self, made: Weighed, other: Weighed, most: float) -> bool:
         """Whether the `other` program takes less than `most` of the time."""
         assert self.rates is not None
-        return other.seconds(self.rates) < most * made.seconds(self.rates)
+        seconds = functools.partial(Weighed.seconds, units=self.units, rates=self.rates)
+        return seconds(other) < most * seconds(made)
 
 
 # A scan that may be a cycle is looked at several times, with the rest of its program.
@@ -191,10 +195,12 @@ class Weighed:
         self.program = program
         self.known: float | None = None
 
-    def seconds(self, rates: Rates) -> float:
+    def seconds(self, units: Sequence[FollowingPass], rates: Rates) -> float:
         if self.known is None:
-            scheduled = ScheduleLoops().apply(Segment().apply(self.program))
-            self.known = predict(scheduled, rates, in_body=True).total
+            program = self.program
+            for step in units:
+                program = step.apply(program)
+            self.known = predict(program, rates, in_body=True).total
         return self.known
 
 

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.candidates import NOT_PIPELINED
-from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import Remembering
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Sections
 from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
@@ -37,16 +36,17 @@ class FindStreams:
     """A program without stream marks -> one with marks for the loops that gain.
 
     Attributes:
-        layouts: the passes that lay out values.
-        loops: those behind them, from the communications to the loops.
+        layouts: the passes that lay out values, up to communications.
+        loops: those behind them.  Cycles are not among them: they take longest, and
+            move what stands in no loop over chunks.
         rates: the rates of the devices; None where no stream is to be found.
         transfers: what says which transfers stand beside work outside of loops.
     """
 
     name: ClassVar[str] = "find_streams"
 
-    layouts: Sequence[Remembering] = ()
-    loops: Sequence[Remembering] = ()
+    layouts: Sequence[FollowingPass] = ()
+    loops: Sequence[FollowingPass] = ()
     rates: Rates | None = None
     transfers: ChooseTransfers = dataclasses.field(default_factory=ChooseTransfers)
 
@@ -96,7 +96,7 @@ class FindStreams:
 
     def laid_out(self, program: Program) -> Program:
         """`program` with its layouts and communications."""
-        for step in (*self.layouts, self.loops[0]):
+        for step in self.layouts:
             program = step.apply(program)
         return program
 
@@ -112,9 +112,7 @@ class FindStreams:
             Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
             for each in (looped, plain)
         )
-        # Cycles take longest, and move what stands in no loop over chunks.
-        following = [s for s in self.loops[1:] if s.name != ChooseCycles.name]
-        weighing = FoundStreamsChoice(with_loops, without, following, rates)
+        weighing = FoundStreamsChoice(with_loops, without, self.loops, rates)
         for each in streams:
             weighing.choose(each)
         return weighing

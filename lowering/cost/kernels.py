@@ -219,13 +219,16 @@ class _UnitKernels:
     def sizes(self) -> dict[int, int]:
         """The bytes of each value here."""
         found: dict[int, int] = {}
-        for unit_eqn in self.eqns:
+        # The last equation with a value says its size, so it comes first here.
+        for unit_eqn in reversed(self.eqns):
             eqn, rule, shard = unit_eqn.eqn, unit_eqn.rule, self.shard(unit_eqn)
+            variables = (*eqn.invars, *eqn.outvars)
             maps = (*rule.operands, *rule.results)
-            for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
-                if not isinstance(var, Literal):
+            for var, dims in zip(reversed(variables), reversed(maps), strict=True):
+                value = self.value(var)
+                if value not in found and not isinstance(var, Literal):
                     shape = part_shape(dims, shape_of(var), shard)
-                    found[self.value(var)] = math.prod(shape) * itemsize(var)
+                    found[value] = math.prod(shape) * itemsize(var)
         return found | self.touched(found)
 
     def touched(self, sizes: Mapping[int, int]) -> dict[int, int]:

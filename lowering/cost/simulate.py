@@ -50,10 +50,7 @@ def predict(
     # not move them far enough.  Six layers of Llama 8B in a scan, forward and backward
     # without pipelines, took 84.3 ms on two H200s, and the sum of computations and
     # collectives is 83.9 ms.
-    inside = partial(predict_body, rates=rates)
-    tasks = unrolled(
-        program, rates, inside, in_body=in_body, in_pieces=in_pieces, carried=carried
-    )
+    tasks = _tasks(program, rates, in_body, in_pieces, carried or {})
     total = _total(tasks, followed)
     if carried:
         tasks = tasks[: len(tasks) // 2]
@@ -69,6 +66,21 @@ def predict(
         compute=sum(part.compute for part in parts),
         communication=sum(part.communication for part in parts),
         host=host,
+    )
+
+
+@derived_with
+def _tasks(
+    program: Program,
+    rates: Rates,
+    in_body: bool,
+    in_pieces: AbstractSet[str],
+    carried: Mapping[str, str],
+) -> Sequence[Task]:
+    """The tasks of a program, which is timed with other work behind it and without."""
+    inside = partial(predict_body, rates=rates)
+    return unrolled(
+        program, rates, inside, in_body=in_body, in_pieces=in_pieces, carried=carried
     )
 
 

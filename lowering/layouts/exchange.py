@@ -13,7 +13,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.layouts.halo import HaloPiece, plan_halo
 from jhost.lowering.rules.halo import edge_p, window_p
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import type_of, unit_of
 
 
 class HaloWriter:
@@ -137,11 +137,19 @@ class HaloWriter:
     ) -> ir.Compute:
         unit = unit_of(
             name,
-            lambda *values: primitive.bind(*values, **params)[0],
-            *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins),
+            _bound,
+            *map(type_of, ins),
+            primitive=primitive,
+            params=tuple(params.items()),
         )
         (unit_eqn,) = unit.eqns
         # Its one factor is the devices, whatever layouts its operands have.
         unit_eqn = dataclasses.replace(unit_eqn, axes=(stmt.axes,))
         unit = dataclasses.replace(unit, eqns=(unit_eqn,))
         return ir.Compute(unit=unit, ins=tuple(ins), outs=(out,))
+
+
+def _bound(
+    *values: jax.Array, primitive: Any, params: tuple[tuple[str, Any], ...]
+) -> jax.Array:
+    return primitive.bind(*values, **dict(params))[0]

@@ -6,9 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-import jax
-from jax import lax
-
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import Graph, Group, Node
 from jhost.lowering.ir.layout import axes_size
@@ -34,7 +31,7 @@ from jhost.lowering.loops.zigzag import (
 from jhost.lowering.schedule.recompute.gathers import gathers_again
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.streams.participation import Participation
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import barrier_of, type_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +181,9 @@ class LoopBuilder:
     def barrier(self, pieces: Group) -> Compute:
         """One barrier for all its pieces."""
         ins = tuple(buffer for node in pieces for buffer in node.reads)
-        types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
         name = self.names.fresh("optimization_barrier")
         # One operation: a piece by itself would wait for its own operand only.
-        unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+        unit = barrier_of(name, *map(type_of, ins))
         outs = tuple(buffer for node in pieces for buffer in node.writes)
         return Compute(unit=unit, ins=ins, outs=outs)
 

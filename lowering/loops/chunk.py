@@ -9,7 +9,6 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
-import jax
 from jax import lax
 
 from jhost._dtypes import summed_in
@@ -20,7 +19,7 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.schedule.permutes import is_narrow
 from jhost.lowering.streams.participation import Access, Participation
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import type_of, unit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +237,9 @@ class ChunkLoop(abc.ABC):
         self.allocate(wide)
         unit = unit_of(
             self.spec.names.fresh("narrow"),
-            lambda x: lax.convert_element_type(x, buffer.dtype),
-            jax.ShapeDtypeStruct(wide.shape, wide.dtype),
+            lax.convert_element_type,
+            type_of(wide),
+            new_dtype=buffer.dtype,
         )
         # Rounded once, behind the loop.
         self.after.append(ir.Compute(unit=unit, ins=(wide,), outs=(buffer,)))

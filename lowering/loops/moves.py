@@ -14,11 +14,8 @@ At step k device r works on the chunk of device r + k (modulo D).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-
-import jax
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
@@ -29,7 +26,7 @@ from jhost.lowering.loops.chunk import ChunkLoop, DimChunk, LoopSpec
 from jhost.lowering.loops.collective import chunk_size
 from jhost.lowering.schedule.permutes import combined, is_narrow, part_of, permute
 from jhost.lowering.streams.participation import Access
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import type_of, unit_of
 
 
 class MovingLoop(ChunkLoop):
@@ -231,6 +228,8 @@ class MovingLoop(ChunkLoop):
         count = self.count_of_terms(stmt)
         return unit_of(
             self.spec.names.fresh("total"),
-            functools.partial(combined, stmt.reducer, is_narrow(stmt.out)),
-            *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * count,
+            combined,
+            *[type_of(stmt.out)] * count,
+            reducer=stmt.reducer,
+            widen=is_narrow(stmt.out),
         )

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import jax
-from jax import lax
-
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import barrier_of, type_of
 
 
 class Barriers:
@@ -83,6 +80,5 @@ def passed_on(stmt: ir.Stmt) -> dict[str, ir.Buffer] | None:
 def _barrier(
     name: str, ins: Sequence[ir.Buffer], outs: Sequence[ir.Buffer]
 ) -> ir.Compute:
-    types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
-    unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+    unit = barrier_of(name, *map(type_of, ins))
     return ir.Compute(unit=unit, ins=tuple(ins), outs=tuple(outs))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jax.extend.core import JaxprEqn, Literal, Var
-
-from jhost._jax import fresh_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.units.make import with_own_variables
 
 
 def copied(
@@ -49,32 +47,9 @@ def _with_own_names(stmt: ir.Stmt, communications: Mapping[str, str]) -> ir.Stmt
         case ir.Wait(communication=name):
             return ir.Wait(communication=communications[name])
         case ir.Compute(unit=unit):
-            return dataclasses.replace(stmt, unit=_copied_unit(unit))
+            return dataclasses.replace(stmt, unit=with_own_variables(unit))
         case ir.For(body=body):
             copies = (_with_own_names(each, communications) for each in body)
             return dataclasses.replace(stmt, body=tuple(copies))
         case _:
             return stmt
-
-
-def _copied_unit(unit: ir.Unit) -> ir.Unit:
-    """A unit of the same equations on other variables."""
-    # Units that are merged later are one jaxpr (`units/segment.py`), in which a
-    # variable is made once.
-    known: dict[Var, Var] = {var: fresh_var(var.aval) for var in unit.invars}
-    eqns = tuple(
-        dataclasses.replace(each, eqn=_copied_eqn(each.eqn, known))
-        for each in unit.eqns
-    )
-    return dataclasses.replace(
-        unit,
-        eqns=eqns,
-        invars=tuple(known[var] for var in unit.invars),
-        outvars=tuple(known[var] for var in unit.outvars),
-    )
-
-
-def _copied_eqn(eqn: JaxprEqn, known: dict[Var, Var]) -> JaxprEqn:
-    invars = [v if isinstance(v, Literal) else known[v] for v in eqn.invars]
-    outvars = [known.setdefault(var, fresh_var(var.aval)) for var in eqn.outvars]
-    return eqn.replace(invars=invars, outvars=outvars)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.reducers import COMBINE, Reducer
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import barrier_of, type_of, unit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,9 +110,7 @@ class Permutes:
             dataclasses.replace(shard, name=self.names.fresh(shard.name))
             for shard in shards
         ]
-        types = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]
-        name = self.names.fresh("there")
-        unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+        unit = barrier_of(self.names.fresh("there"), *map(type_of, shards))
         yield ir.Compute(unit=unit, ins=tuple(shards), outs=tuple(there))
         yield ir.Allocate(buffer=stmt.out)
         for step, shard in enumerate(there):
@@ -129,8 +128,9 @@ class Permutes:
             sends += [part, permute]
             came.append(permute.out)
         own = self._part(stmt, 0)
-        total = functools.partial(combined, "sum")
-        return Round(tuple(sends), (own, self._unit(total, (own.out, *came), stmt.out)))
+        ins = (own.out, *came)
+        total = self._unit(combined, ins, stmt.out, reducer="sum")
+        return Round(tuple(sends), (own, total))
 
     def _doubled(self, stmt: ir.Communicate) -> Iterator[Round]:
         """Each device adds the sum that its partner had after the round before."""
@@ -183,12 +183,15 @@ class Permutes:
         )
 
     def _unit(
-        self, add: Callable[..., jax.Array], ins: Sequence[ir.Buffer], out: ir.Buffer
+        self,
+        add: Callable[..., jax.Array],
+        ins: Sequence[ir.Buffer],
+        out: ir.Buffer,
+        **params: Any,
     ) -> ir.Compute:
         """The computation that adds up `ins`."""
-        types = [jax.ShapeDtypeStruct(out.shape, out.dtype)] * len(ins)
-        add = functools.partial(add, is_narrow(out))
-        unit = unit_of(self.names.fresh("add"), add, *types)
+        types, name = [type_of(out)] * len(ins), self.names.fresh("add")
+        unit = unit_of(name, add, *types, widen=is_narrow(out), **params)
         return ir.Compute(unit=unit, ins=tuple(ins), outs=(out,))
 
 
@@ -244,7 +247,7 @@ def is_narrow(buffer: ir.Buffer) -> bool:
     return summed_in(buffer.dtype) != buffer.dtype
 
 
-def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
+def combined(*terms: jax.Array, reducer: Reducer, widen: bool) -> jax.Array:
     """The terms combined from the left; narrow dtypes are summed in a wider one."""
     dtype = terms[0].dtype
     if widen and reducer == "sum":
@@ -253,7 +256,7 @@ def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
     return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
 
 
-def _both(widen: bool, here: jax.Array, came: jax.Array) -> jax.Array:
+def _both(here: jax.Array, came: jax.Array, *, widen: bool) -> jax.Array:
     """The sum of two terms; narrow floats are added in float32."""
     dtype = here.dtype
     # The local term is rounded as the sent one was.  Otherwise XLA may keep it wider,

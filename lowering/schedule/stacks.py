@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax import lax
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import type_of, unit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Stacks:
         """A stack like `stack`, of zeros."""
         out = fresh(stack, self.names)
         # Each place is written before it is read, but XLA has no array without values.
-        self._compute(lambda: lax.full(stack.shape, 0, stack.dtype), [], out)
+        self._compute(_zeros, [], out, shape=stack.shape, dtype=stack.dtype)
         return out
 
     def finished(self, stack: ir.Buffer) -> ir.Buffer:
@@ -58,8 +59,7 @@ class Stacks:
         out = ir.Buffer(
             name=self.names.fresh("count"), shape=(), dtype=np.dtype(np.int32), dims=()
         )
-        # `lax.full` of a scalar would be a literal, and a literal has no buffer.
-        self._compute(lambda: lax.squeeze(lax.full((1,), 0, np.int32), [0]), [], out)
+        self._compute(_first_count, [], out)
         return out
 
     def known_behind(self, there: ir.Buffer, count: ir.Buffer) -> ir.Buffer:
@@ -69,45 +69,71 @@ class Stacks:
         # stacks.  It would also cast the weights of the first and the last iteration at
         # one time.
         out = fresh(count, self.names)
-        self._compute(
-            lambda count, there: lax.optimization_barrier((count, there))[0],
-            [count, there],
-            out,
-        )
+        self._compute(_known_behind, [count, there], out)
         return out
 
     def next(self, count: ir.Buffer) -> ir.Buffer:
         out = fresh(count, self.names)
-        self._compute(lambda count: count + 1, [count], out)
+        self._compute(_next, [count], out)
         return out
 
     def _at(
         self,
-        fun: Callable[..., jax.Array],
+        part: Callable[..., jax.Array],
         ins: Sequence[ir.Buffer],
         out: ir.Buffer,
         count: ir.Buffer,
         ahead: int,
     ) -> None:
-        last = self.scan.length - 1
-
-        def at_place(count: jax.Array, *args: jax.Array) -> jax.Array:
-            when = count + ahead
-            return fun(last - when if self.scan.reverse else when, *args)
-
-        self._compute(at_place, [count, *ins], out)
+        last = self.scan.length - 1 if self.scan.reverse else None
+        self._compute(_at_place, [count, *ins], out, part=part, ahead=ahead, last=last)
 
     def _compute(
-        self, fun: Callable[..., jax.Array], ins: Sequence[ir.Buffer], out: ir.Buffer
+        self,
+        fun: Callable[..., jax.Array],
+        ins: Sequence[ir.Buffer],
+        out: ir.Buffer,
+        **params: Any,
     ) -> None:
-        types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
-        unit = unit_of(self.names.fresh("cycle"), fun, *types)
+        unit = unit_of(self.names.fresh("cycle"), fun, *map(type_of, ins), **params)
         self.body.append(ir.Compute(unit=unit, ins=tuple(ins), outs=(out,)))
 
 
 def fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
     """A buffer like `buffer`, with a fresh name."""
     return dataclasses.replace(buffer, name=names.fresh(buffer.name))
+
+
+# --- What is computed ------------------------------------------------------------- #
+
+
+def _zeros(*, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return lax.full(shape, 0, dtype)
+
+
+def _first_count() -> jax.Array:
+    # `lax.full` of a scalar would be a literal, and a literal has no buffer.
+    return lax.squeeze(lax.full((1,), 0, np.int32), [0])
+
+
+def _next(count: jax.Array) -> jax.Array:
+    return count + 1
+
+
+def _known_behind(count: jax.Array, there: jax.Array) -> jax.Array:
+    return lax.optimization_barrier((count, there))[0]
+
+
+def _at_place(
+    count: jax.Array,
+    *args: jax.Array,
+    part: Callable[..., jax.Array],
+    ahead: int,
+    last: int | None,
+) -> jax.Array:
+    """The `part` of an iteration, whose place is counted back from the `last` one."""
+    when = count + ahead
+    return part(when if last is None else last - when, *args)
 
 
 def _sliced(place: jax.Array, stack: jax.Array) -> jax.Array:

@@ -54,17 +54,20 @@ def take_known(program: Program, others: Sequence[Program]) -> bool:
 
     Returns whether there is one.  Such programs may differ in other fields of marks.
     If there is none, the plan of another is taken over if it holds for these marks.
+    The programs have the same statements, one for one; the bodies in them may differ.
     """
     asked = asked_of_streams(program)
-    known = next((o for o in others if asked_of_streams(o) == asked), None)
-    if known is not None:
-        program.derived.update(known.derived)
-        return True
+    for other in others:
+        # What is known may have statements in it, which are those of the same body.
+        if other.body is program.body and asked_of_streams(other) == asked:
+            program.derived.update(other.derived)
+            return True
     marks = _by_stream(_taken(program))
     for other in others:
         made = other.derived.get(_plan)
         if made and _seeds(program) == _seeds(other) and made[1].holds_for(marks):
-            program.derived[_plan] = made
+            same = other.body is program.body
+            program.derived[_plan] = made if same else (graph_of(program), made[1])
             break
     return False
 

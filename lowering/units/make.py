@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import aval_of
+from jhost._jax import aval_of, cached, fresh_var
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.statements import Buffer, Compute, Dim, Unit, UnitEqn
 from jhost.lowering.rules.table import rule_of
 
 
-def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
+def unit_of(name: str, fun: Callable[..., Any], *avals: Any, **params: Any) -> Unit:
     """The unit that computes `fun` on arrays of the types `avals`.
 
-    `fun` closes over no array, and each of its results is computed.
+    Each of its results is computed.  `fun` is traced once for such types and `params`.
+    So it is a function of a module: a closure would never be found again.
     """
+    unit = _traced(fun, avals, tuple(params.items()))
+    return with_own_variables(dataclasses.replace(unit, name=name))
+
+
+def barrier_of(name: str, *avals: Any) -> Unit:
+    """The unit of one barrier around arrays of the types `avals`."""
+    return unit_of(name, _barrier, *avals)
+
+
+def _barrier(*args: jax.Array) -> tuple[jax.Array, ...]:
+    return lax.optimization_barrier(args)
+
+
+# A step of a hundred layers has some hundred different ones.
+@cached(2048, by_context=True)
+def _traced(
+    fun: Callable[..., Any], avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]
+) -> Unit:
+    return _unit(fun.__name__, functools.partial(fun, **dict(params)), *avals)
+
+
+def _unit(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
     jaxpr = jax.make_jaxpr(fun)(*avals)
     assert not jaxpr.consts, f"{name} closes over arrays"
     eqns: list[UnitEqn] = []
@@ -33,6 +58,31 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
     return Unit(
         name=name, eqns=tuple(eqns), invars=tuple(jaxpr.invars), outvars=outvars
     )
+
+
+def with_own_variables(unit: Unit) -> Unit:
+    """A unit of the same equations on other variables.
+
+    Units that are merged later are one jaxpr (`segment.py`), in which a variable is
+    made once.
+    """
+    known: dict[Var, Var] = {var: fresh_var(var.aval) for var in unit.invars}
+    eqns = tuple(
+        dataclasses.replace(each, eqn=_copied_eqn(each.eqn, known))
+        for each in unit.eqns
+    )
+    return dataclasses.replace(
+        unit,
+        eqns=eqns,
+        invars=tuple(known[var] for var in unit.invars),
+        outvars=tuple(known[var] for var in unit.outvars),
+    )
+
+
+def _copied_eqn(eqn: JaxprEqn, known: dict[Var, Var]) -> JaxprEqn:
+    invars = [v if isinstance(v, Literal) else known[v] for v in eqn.invars]
+    outvars = [known.setdefault(var, fresh_var(var.aval)) for var in eqn.outvars]
+    return eqn.replace(invars=invars, outvars=outvars)
 
 
 def computes_of(
@@ -49,7 +99,7 @@ def computes_of(
     Values between them have the layout of the first of `outs` if they have as many
     dims, and are whole otherwise.  `name` and `pads` are fields of the units.
     """
-    unit = unit_of(name, fun, *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins))
+    unit = _unit(name, fun, *map(type_of, ins))
     buffers = dict(zip(unit.invars, ins, strict=True))
     buffers |= zip(unit.outvars, outs, strict=True)
     computes: list[Compute] = []
@@ -71,6 +121,11 @@ def computes_of(
         read, made = ([buffers[v] for v in each] for each in (invars, eqn.outvars))
         computes.append(Compute(unit=one, ins=tuple(read), outs=tuple(made)))
     return computes
+
+
+def type_of(buffer: Buffer) -> jax.ShapeDtypeStruct:
+    """The type of a buffer, as `unit_of` takes it."""
+    return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
 
 
 def _like(out: Buffer, aval: Any, name: str) -> Buffer:

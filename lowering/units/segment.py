@@ -163,6 +163,8 @@ def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
     dim, for example where it pads the dim.  Then its size counts.
     """
     widest = found[0][0]
+    if all(shape_of(var) == shape_of(widest) for var, _ in found):
+        return widest
     for var, _ in found:
         if _is_larger(var, widest):
             widest = var

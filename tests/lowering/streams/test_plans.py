@@ -93,3 +93,17 @@ def test_marks_that_agree_alike_have_one_plan(
     _, taken = plan.plan_program(other)
     assert (taken.participations is known.participations) == shared
     assert taken == plan.plan_program(asking(program, said))[1]
+
+
+def test_a_plan_that_is_taken_over_has_the_statements_of_its_own_program() -> None:
+    program = built(gated, (16, 8), (8, 8), (8, 8), tp=2)
+    program = StreamDefaults(pipeline="p2p").applied_to(program)
+    plan.plan_program(program)
+    # As where marks in a body change: the statements around it are new ones.
+    body = tuple(dataclasses.replace(stmt) for stmt in program.body)
+    other = dataclasses.replace(program, body=body)
+    assert not plan.take_known(other, [program])
+    graph, taken = plan.plan_program(other)
+    assert taken.participations is plan.plan_program(program)[1].participations
+    stmts = [stmt for node in graph for stmt in node.stmts]
+    assert {id(stmt) for stmt in body} <= {id(stmt) for stmt in stmts}
