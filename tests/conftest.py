@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--examples",
         type=int,
-        default=8,
+        default=6,
         metavar="N",
         help="how many random programs a property test tries (default: %(default)s; "
         "of rules and plans at most 25)",
@@ -310,6 +310,14 @@ def pytest_report_header() -> str:
     where = Path(jhost.__file__).parent
     devices = f"{jax.device_count()} {jax.default_backend()} devices"
     return f"jhost: {where}, JAX {jax.__version__}, {devices}"
+
+
+@pytest.fixture(autouse=True)
+def as_little_optimized_as_before() -> Iterator[None]:
+    """With XLA's optimizations left on, the tests that follow compile twice as long."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    yield
+    assert jax.config.read("jax_disable_most_optimizations") == before
 
 
 @pytest.fixture

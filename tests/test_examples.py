@@ -31,12 +31,8 @@ def main_of(name: str) -> Callable[[list[str]], Any]:
     main = runpy.run_path(str(EXAMPLES / name))["main"]
 
     def standard(argv: list[str]) -> Any:
-        jax.config.update("jax_disable_most_optimizations", True)  # XLA is done soon
-        try:
-            with jax.numpy_dtype_promotion("standard"):
-                return main(argv)
-        finally:
-            jax.config.update("jax_disable_most_optimizations", False)
+        with jax.numpy_dtype_promotion("standard"):
+            return main(argv)
 
     return standard
 
@@ -183,12 +179,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.syspath_prepend(EXAMPLES)
 
     def run(name: str, argv: Sequence[str]) -> None:
-        main = runpy.run_path(str(EXAMPLES / name))["main"]
-        jax.config.update("jax_disable_most_optimizations", True)  # XLA is done soon
-        try:
-            main(argv)
-        finally:
-            jax.config.update("jax_disable_most_optimizations", False)
+        runpy.run_path(str(EXAMPLES / name))["main"](argv)
 
     return run
 
