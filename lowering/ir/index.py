@@ -93,7 +93,7 @@ class Binary(Index):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry(Index):
+class Listed(Index):
     """One of several numbers: the one at a place, as `[3, 1, 2][rank(x)]`."""
 
     values: tuple[int, ...]
@@ -142,15 +142,15 @@ def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
     """The value of `index` where `values` gives each `LoopIndex` and `Rank`.
 
     Values are integers, arrays, or traced arrays for the ranks of an SPMD program;
-    `min` and entries are of no traced ones: they stand for sizes and partners, which
-    are static.
+    `min` and lists are of no traced ones: they stand for sizes and partners, which are
+    static.
     """
     match index:
         case Constant(value=value):
             return value
         case Binary(op=op, left=left, right=right):
             return _OPERATORS[op](evaluate(left, values), evaluate(right, values))
-        case Entry(values=numbers, place=place):
+        case Listed(values=numbers, place=place):
             return np.asarray(numbers)[evaluate(place, values)]
         case _:
             return values[index]
@@ -161,8 +161,8 @@ def substituted(index: Index, values: Mapping[Index, Index]) -> Index:
     match index:
         case Binary(op=op, left=left, right=right):
             return _binary(op, substituted(left, values), substituted(right, values))
-        case Entry(values=numbers, place=place):
-            return Entry(numbers, substituted(place, values))
+        case Listed(values=numbers, place=place):
+            return Listed(numbers, substituted(place, values))
         case _:
             return values.get(index, index)
 
@@ -194,7 +194,7 @@ def leaves(index: Index) -> frozenset[Index]:
             return frozenset()
         case Binary(left=left, right=right):
             return leaves(left) | leaves(right)
-        case Entry(place=place):
+        case Listed(place=place):
             return leaves(place)
         case _:
             return frozenset({index})

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.index import Constant, Entry, Index, linear_rank
+from jhost.lowering.ir.index import Constant, Index, Listed, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.layouts.halo import HaloPiece, plan_halo
@@ -124,7 +124,7 @@ class HaloWriter:
         sums = {(2 * source + n) % devices for source, n in shifts.items()}
         if len(sums) == 1:
             return Constant(sums.pop()) - rank * 2
-        return Entry(tuple(shifts[device] for device in range(devices)), rank)
+        return Listed(tuple(shifts[device] for device in range(devices)), rank)
 
     def compute(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.layouts.permutations import (
-    Sizes,
+    PieceSizes,
     Sources,
     most_pieces,
     permutations,
@@ -68,7 +68,7 @@ class Halo:
 @functools.lru_cache(maxsize=1024)
 def plan_halo(reads: WindowReads, count: int, part: int, devices: int) -> Halo:
     """How each device gets the window of its `count` steps, from parts of that size."""
-    shared: _Shared = {}
+    shared: _SharedElements = {}
     for device in range(devices):
         needed = reads.needed(device * count, count)
         for other in range(needed.start // part, -(-needed.stop // part)):
@@ -84,11 +84,13 @@ def plan_halo(reads: WindowReads, count: int, part: int, devices: int) -> Halo:
     return Halo(window=reads.window(count), pieces=tuple(pieces))
 
 
-_Shared: TypeAlias = dict[tuple[int, int], range]
+_SharedElements: TypeAlias = dict[tuple[int, int], range]
 """The elements that a device needs, by the device and by the one that has them."""
 
 
-def _permutations(shared: _Shared, mirrored: bool, devices: int) -> list[Sources]:
+def _permutations(
+    shared: _SharedElements, mirrored: bool, devices: int
+) -> list[Sources]:
     """The permutations by which pieces move: those by one distance, if none move less.
 
     A device keeps its own piece, if it needs any of it.
@@ -108,7 +110,7 @@ def _permutations(shared: _Shared, mirrored: bool, devices: int) -> list[Sources
     return min(by_distance, fewest, key=lambda each: _moved(each, moved))
 
 
-def _moved(found: Sequence[Sources], sizes: Sizes) -> int:
+def _moved(found: Sequence[Sources], sizes: PieceSizes) -> int:
     """How many elements a device receives."""
     pieces = ([sizes.get(pair, 0) for pair in enumerate(each)] for each in found)
     return sum(map(max, pieces))

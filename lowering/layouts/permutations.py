@@ -11,20 +11,20 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-Sizes: TypeAlias = Mapping[tuple[int, int], int]
+PieceSizes: TypeAlias = Mapping[tuple[int, int], int]
 """The size of each piece, by its receiver and its sender."""
 
 Sources: TypeAlias = tuple[int, ...]
 """For each device, the one that it receives from."""
 
 
-def most_pieces(sizes: Sizes) -> int:
+def most_pieces(sizes: PieceSizes) -> int:
     """The most pieces that one device sends, or that one receives."""
     ends = (Counter(pair[side] for pair in sizes) for side in (0, 1))
     return max((n for counts in ends for n in counts.values()), default=0)
 
 
-def permutations(sizes: Sizes, devices: int) -> list[Sources]:
+def permutations(sizes: PieceSizes, devices: int) -> list[Sources]:
     """Permutations that have each piece once; the largest pieces are in the first."""
     coloring = _Coloring(most_pieces(sizes))
     for pair in sorted(sizes, key=lambda pair: (-sizes[pair], pair)):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RowOfPieces:
     """Where pieces stand in a row of `length` elements, from the first to the last.
 
     `starts` has the first element of each device's window.
@@ -25,7 +25,7 @@ class Row:
 
 def plan_row(
     places: Sequence[Sequence[int]], lengths: Sequence[int], size: int
-) -> Row | None:
+) -> RowOfPieces | None:
     """The row for windows of that size, if there is one of at most twice the size.
 
     `places` has the place of each piece in each device's window.
@@ -57,7 +57,7 @@ def plan_row(
     )
     if overlaps or length > 2 * size:
         return None
-    return Row(
+    return RowOfPieces(
         length=length,
         places={number: found[number] - first for number in in_order},
         starts=tuple(starts.get(device, first) - first for device in devices),
