@@ -70,14 +70,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "other; all of those that are slow or marked `newest`, and all that have none",
     )
     group.addoption(
-        "--turn",
-        type=int,
-        default=None,
-        metavar="N",
-        help="of the slow variants of tests that have quick ones try every third, "
-        "others for each of three N that follow each other",
-    )
-    group.addoption(
         "--keep-compiled",
         action="store_true",
         help="keep what XLA compiles in pytest's cache for the next run with this",
@@ -238,27 +230,10 @@ def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Ite
     """The variants that the options of this run leave to others."""
     most: Any = config.getoption("variants")
     half: Any = config.getoption("half")
-    turn: Any = config.getoption("turn")
-    out_of_turn = set[pytest.Item]() if turn is None else _out_of_turn(items, turn)
     if half is not None:
         each = _variants(items, ("slow", "newest"), _shared)
-        return out_of_turn.union(*(_other_half(some, half) for some in each))
-    each = _variants(items, ("slow",))
-    return out_of_turn.union(*(_beyond(most, some) for some in each))
-
-
-TURNS = 3
-
-
-def _out_of_turn(items: list[pytest.Item], turn: int) -> set[pytest.Item]:
-    """Two thirds of the slow variants that repeat what quick ones of a test try.
-
-    A slow test without a quick variant is the only one of its kind, and always tried.
-    """
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    quick = {_test_of(item) for item in set(items).difference(slow)}
-    repeats = [item for item in slow if _test_of(item) in quick]
-    return {item for n, item in enumerate(repeats) if (n - turn) % TURNS}
+        return {item for some in each for item in _other_half(some, half)}
+    return {i for some in _variants(items, ("slow",)) for i in _beyond(most, some)}
 
 
 def _test_of(item: pytest.Item) -> str:
