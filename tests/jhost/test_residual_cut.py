@@ -293,16 +293,15 @@ def scanning(drawn: dict[str, Any]) -> Callable[..., Array]:
 def test_gradients_through_scans_of_any_formula(drawn: dict[str, Any]) -> None:
     f = scanning(drawn)
     specs = (P(None, "tp"), P(None, None)), P("tp")
-    settings: dict[str, Any] = on(
-        {"tp": 4}, *specs, pipeline="off", compiler_options=None
-    )
+    settings = on({"tp": 4}, *specs, pipeline="off", compiler_options=None)
+    of_gradients: dict[str, Any] = {**settings, "out_shardings": specs[0]}
     hosted = jhost.jit(f, **settings)
 
     def gradients(fun: Callable[..., Array]) -> Callable[..., Any]:
         return jax.grad(lambda *xs: jnp.sum(fun(*xs)), (0, 1))
 
     # In two programs, or in one with a gradient of its own.
-    whole = jhost.jit(gradients(f), **{**settings, "out_shardings": specs[0]})
+    whole = jhost.jit(gradients(f), **of_gradients)
     with jax.enable_x64(True):  # squares of squares leave what float32 has exactly
         args = [a.astype(float) for a in (array(2, 8, 8), array(8, 8, seed=1) % 2)]
         wanted = jax.jit(gradients(f))(*args)
