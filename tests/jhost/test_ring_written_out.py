@@ -225,7 +225,7 @@ def test_empty_sequences(queries: int, keys: int) -> None:
 
 @pytest.mark.parametrize(
     ("window", "steps"),
-    [((0, 0), 1), ((5, 0), 2), ((0, 3), 1), ((4, 4), 2), ((9, 9), 6)],
+    [((0, 0), 1), ((5, 0), 2), ((0, 3), 1), ((4, 4), 2), ((9, 9), 6), ((0, 31), 7)],
 )
 def test_a_window_reaches_the_nearest_devices_alone(
     window: tuple[int, int], steps: int

@@ -153,18 +153,20 @@ def test_reduce_scatter(devices: int, reducer: Reducer) -> None:
 
 
 @devices
-def test_reduce_scatter_noncontiguous(devices: int) -> None:
+@pytest.mark.parametrize("reducer", ["sum", "max"])
+def test_reduce_scatter_noncontiguous(devices: int, reducer: Reducer) -> None:
     """The inner dim of [3, 4 D] is scattered."""
     mesh, x = mesh_of(tp=devices), integers(devices, 3, 4 * devices)
     source = buffer(f"x: f32[1@tp, 3, {4 * devices}]")
-    partial = buffer(f"p: f32[3, {4 * devices}]", partial={"tp": "sum"})
+    partial = buffer(f"p: f32[3, {4 * devices}]", partial={"tp": reducer})
     out = buffer("y: f32[3, 4@tp]")
     body = (
         compute(lambda x: x[0], (source,), (partial,)),
-        communicate("ReduceScatter", out, partial, dim=1, reducer="sum"),
+        communicate("ReduceScatter", out, partial, dim=1, reducer=reducer),
         WAIT,
     )
-    check(program(mesh, (source,), (out,), *body), mesh, (x,), x.sum(0))
+    wanted = REDUCE[reducer](x, axis=0)
+    check(program(mesh, (source,), (out,), *body), mesh, (x,), wanted)
 
 
 @devices
