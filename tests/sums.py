@@ -12,7 +12,7 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.loops import combine_small, planned
 from jhost.lowering.schedule import moved_work
-from jhost.lowering.schedule.order import TransferForm
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 
 EVERY: tuple[SumsPosition, ...] = get_args(SumsPosition)
 

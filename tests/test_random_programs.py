@@ -20,7 +20,7 @@ import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.pipelines import SumsPosition
-from jhost.lowering.schedule.order import TransferForm
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import apart, sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 import jhost
 from jhost.lowering.layouts import carry_partial_sums
-from jhost.lowering.schedule.order import TransferForm
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import finding, sums
 from tests.lowering.traced import by_statements
 from tests.random_scans import ScanCase, scans

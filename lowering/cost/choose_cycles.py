@@ -27,9 +27,10 @@ from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Buffer, Communicate, Scan, While
-from jhost.lowering.schedule.cycle import Cycle, MovableTransfers, cycle_of
+from jhost.lowering.schedule.cycle import Cycle
 from jhost.lowering.schedule.intervals import IsOpen
 from jhost.lowering.schedule.late_work import late_work
+from jhost.lowering.schedule.movable_transfers import MovableTransfers, cycle_of
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 

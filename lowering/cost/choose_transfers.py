@@ -36,9 +36,10 @@ from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.intervals import GATHERING, IsOpen
 from jhost.lowering.schedule.moved_work import MovedWork, with_work_moved
-from jhost.lowering.schedule.order import TransferForm, beside_work, in_order
+from jhost.lowering.schedule.order import beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99

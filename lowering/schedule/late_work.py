@@ -19,8 +19,9 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.blocks import work_of
-from jhost.lowering.schedule.cycle import Late, MovableTransfers
+from jhost.lowering.schedule.cycle import Late
 from jhost.lowering.schedule.intervals import GATHERING, SUMS
+from jhost.lowering.schedule.movable_transfers import MovableTransfers
 from jhost.lowering.schedule.moved_work import with_work_moved
 
 _CARRIED = 2

@@ -15,7 +15,8 @@ from jhost.lowering.ir.effects import read_and_made
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.schedule.copied import copied
-from jhost.lowering.schedule.cycle import Early, MovableTransfers
+from jhost.lowering.schedule.cycle import Early
+from jhost.lowering.schedule.movable_transfers import MovableTransfers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

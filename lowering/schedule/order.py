@@ -36,10 +36,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, TRANSFERS, on_own, on_stream
 from jhost.lowering.schedule.blocks import (
@@ -52,13 +50,17 @@ from jhost.lowering.schedule.intervals import (
     GATHERING,
     SUMS,
     IsOpen,
-    TransferInterval,
     intervals,
 )
-from jhost.lowering.schedule.permutes import Permutes, Round
-
-TransferForm: TypeAlias = Literal["permutes", "collective"]
-"""How a transfer is made: by permutes, or as the collective that it is."""
+from jhost.lowering.schedule.permutes import Permutes
+from jhost.lowering.schedule.scheduled_transfer import (
+    ScheduledTransfer,
+    TransferForm,
+    ends_of,
+    rounds_of,
+    sends_of,
+    waits_of,
+)
 
 _WINDOW = 5
 """Sums under way take at most so many times the bytes of the largest sum's terms.
@@ -96,30 +98,6 @@ def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
 # --- The walk --------------------------------------------------------------------- #
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _ScheduledTransfer:
-    """A transfer, with its rounds that have not ended yet."""
-
-    interval: TransferInterval
-    way: TransferForm
-    rounds: list[Round]
-
-    @property
-    def sums(self) -> bool:
-        return not self.interval.gathers
-
-    @property
-    def held(self) -> int:
-        """The bytes of a sum's terms, and of the terms that come from other devices.
-
-        XLA's own all-reduce works in place.
-        """
-        if self.way == "collective" and self.interval.stmt.kind == "AllReduce":
-            return self.interval.bytes
-        sent = (s for s in self.rounds[0].sends if isinstance(s, ir.Communicate))
-        return self.interval.bytes + sum(bytes_of(stmt.out) for stmt in sent)
-
-
 class _Walk:
     """A walk through a program, with the transfers to come and those under way.
 
@@ -131,8 +109,8 @@ class _Walk:
         self.blocks = blocks_of(program)
         permutes = Permutes(program)
         self.transfers = {
-            each.stmt.out.name: _ScheduledTransfer(
-                each, ways[each.stmt.name], _rounds(each.stmt, ways, permutes)
+            each.stmt.out.name: ScheduledTransfer(
+                each, ways[each.stmt.name], rounds_of(each.stmt, ways, permutes)
             )
             for each in intervals(self.blocks, lambda stmt: stmt.name in ways)
         }
@@ -144,11 +122,11 @@ class _Walk:
         """The bytes of the largest sum's terms."""
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
-        self.sums: list[list[_ScheduledTransfer]] = []
+        self.sums: list[list[ScheduledTransfer]] = []
         """Sums under way: those issued at one time are one list."""
-        self.again: list[_ScheduledTransfer] = []
+        self.again: list[ScheduledTransfer] = []
         """Sums whose next round began after the last list of sums was issued."""
-        self.queue: list[_ScheduledTransfer] = []
+        self.queue: list[ScheduledTransfer] = []
         """Collectives under way, in the order in which they were issued."""
         self.seen: set[int] = set()
         self.put_off: list[StatementBlock] = []
@@ -182,7 +160,7 @@ class _Walk:
         else:
             self.body += _on_own(block) if beside and ordered else block.stmts
 
-    def under_way(self) -> list[_ScheduledTransfer]:
+    def under_way(self) -> list[ScheduledTransfer]:
         waiting = {id(transfer) for transfer in self.to_come}
         return [t for t in self.transfers.values() if id(t) not in waiting]
 
@@ -193,22 +171,22 @@ class _Walk:
 
     # --- Issue ---------------------------------------------------------------- #
 
-    def issue(self, transfers: Sequence[_ScheduledTransfer]) -> None:
+    def issue(self, transfers: Sequence[ScheduledTransfer]) -> None:
         """Issue transfers, gathers before sums."""
         for transfer in transfers:
             self.along(transfer)
         self.to_come = [each for each in self.to_come if each not in transfers]
         gathers = [each for each in transfers if not each.sums]
         sums = [each for each in transfers if each.sums]
-        sends = _sends(gathers)
+        sends = sends_of(gathers)
         self.body += _on_transfers(sends) if sends else []
         if sums:
             self.sums.append([*sums, *self.again])
             self.again = []
-            self.moves(*_sends(sums))
+            self.moves(*sends_of(sums))
         self.queue += [each for each in (*gathers, *sums) if each.way == "collective"]
 
-    def along(self, transfer: _ScheduledTransfer) -> None:
+    def along(self, transfer: ScheduledTransfer) -> None:
         """Append the blocks along with a transfer that were not appended yet."""
         numbers = [n for n in transfer.interval.along if n not in self.seen]
         reads = {transfer.interval.stmt.source.name}
@@ -244,9 +222,9 @@ class _Walk:
     def round(self) -> None:
         """Wait for the first sums under way, and issue their next round."""
         first = self.sums.pop(0)
-        self.moves(*_waits(first), *_ends(first))
+        self.moves(*waits_of(first), *ends_of(first))
         if left := self.round_over(first):
-            self.moves(*_sends(left))
+            self.moves(*sends_of(left))
             self.again += left
         self.resume()
 
@@ -260,7 +238,7 @@ class _Walk:
                 wanted |= block.reads
         self.end([t for name, t in self.transfers.items() if name in wanted])
 
-    def end(self, transfers: Sequence[_ScheduledTransfer]) -> None:
+    def end(self, transfers: Sequence[ScheduledTransfer]) -> None:
         """Make and wait for all rounds that transfers have left."""
         if not transfers:
             return
@@ -271,17 +249,17 @@ class _Walk:
         self.again = [each for each in self.again if each not in transfers]
         left = [*transfers]
         while left:
-            waits = _waits(left)
+            waits = waits_of(left)
             self.body += _on_transfers(waits)
-            self.body += [ir.Synchronize(stream=TRANSFERS), *_ends(left)]
+            self.body += [ir.Synchronize(stream=TRANSFERS), *ends_of(left)]
             left = self.round_over(left)
             if left:
-                self.moves(*_sends(left))
+                self.moves(*sends_of(left))
         self.resume()
 
     def ended_before(
-        self, transfers: Sequence[_ScheduledTransfer]
-    ) -> Iterator[_ScheduledTransfer]:
+        self, transfers: Sequence[ScheduledTransfer]
+    ) -> Iterator[ScheduledTransfer]:
         """Earlier collectives over the same axes, which run in order and end first."""
         axes = set[tuple[str, ...]]()
         for each in reversed(self.queue):
@@ -291,8 +269,8 @@ class _Walk:
                 yield each
 
     def round_over(
-        self, transfers: Sequence[_ScheduledTransfer]
-    ) -> list[_ScheduledTransfer]:
+        self, transfers: Sequence[ScheduledTransfer]
+    ) -> list[ScheduledTransfer]:
         """The transfers that have another round; the others are marked as ended."""
         for transfer in transfers:
             transfer.rounds.pop(0)
@@ -316,26 +294,6 @@ class _Walk:
 
 
 # --- Statements ------------------------------------------------------------------- #
-
-
-def _rounds(
-    stmt: ir.Communicate, ways: Mapping[str, TransferForm], permutes: Permutes
-) -> list[Round]:
-    if ways[stmt.name] == "permutes":
-        return permutes.rounds(stmt)
-    return [Round((stmt,))]
-
-
-def _sends(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
-    return [stmt for each in transfers for stmt in each.rounds[0].sends]
-
-
-def _waits(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
-    return [stmt for each in transfers for stmt in each.rounds[0].waits]
-
-
-def _ends(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
-    return [stmt for each in transfers for stmt in each.rounds[0].ends]
 
 
 def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:

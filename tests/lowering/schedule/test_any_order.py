@@ -19,8 +19,8 @@ from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Wait
 from jhost.lowering.schedule import intervals, order
-from jhost.lowering.schedule.order import TransferForm
 from jhost.lowering.schedule.permutes import is_made_of_permutes
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import sums
 from tests.lowering.on_mesh import exact, on
 from tests.lowering.outside import gradients_of, layer, operands

@@ -11,7 +11,8 @@ from jax import lax
 
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.statements import Wait
-from jhost.lowering.schedule.order import TransferForm, beside_work, in_order
+from jhost.lowering.schedule.order import beside_work, in_order
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from jhost.lowering.verify.program import verify
 from tests.lowering.hand_built import buffer, communicate, compute, mesh_of, program
 

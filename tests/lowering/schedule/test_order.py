@@ -16,7 +16,7 @@ from jhost.lowering.ir.bodies import most_under_way, programs
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Wait, walk
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.schedule.order import TransferForm
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import sums
 from tests.lowering.on_mesh import exact, four_and_two, on, program_of
 from tests.lowering.outside import gradients_of, kinds, layer, operands

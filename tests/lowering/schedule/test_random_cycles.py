@@ -19,7 +19,7 @@ from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Scan, Stmt, Wait
-from jhost.lowering.schedule.order import TransferForm
+from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from jhost.lowering.verify.program import verify
 from tests import sums
 from tests.lowering.hand_built import buffer, communicate, compute, mesh_of, program
