@@ -7,31 +7,23 @@ derived program (backward, batched, rematerialized) comes through here as well.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from jhost import errors
 from jhost._calibration import rates_here
-from jhost._call.config import Config, Role, program_config
-from jhost._call.meshes import check_devices
+from jhost._call.build import built, lowering_of
+from jhost._call.config import Config, program_config
 from jhost._call.once_a_line import warn_of_program
 from jhost._jax import (
-    arg_names,
     cached_by_jaxpr,
     calls,
-    is_wide,
-    result_paths,
     with_all_operands,
-    with_width,
 )
 from jhost._primitives import stream_p
 from jhost._tuning_holds import changes, tuned_here
-from jhost.lowering.frontend.value_names import Variables
-from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -40,10 +32,9 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults, unmet_wishes
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
-from jhost.lowering.pipeline import AnyPass, Passes, build_program, passes, run_passes
+from jhost.lowering.pipeline import AnyPass, Passes, passes, run_passes
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
-from jhost.runtime.mesh import abstract
 
 
 def host_program(call_jaxpr: Any, config: Config) -> Program:
@@ -82,9 +73,9 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
 def laid_out(call_jaxpr: Any, config: Config) -> Program:
     """Its program with layouts, and no more: no communications and no loops yet."""
     every = _passes(config, strict=True)
-    with _lowering_of(call_jaxpr):
-        program = run_passes(_built(call_jaxpr, config), every.before_choice)
-        if program is _built(call_jaxpr, config):
+    with lowering_of(call_jaxpr):
+        program = run_passes(built(call_jaxpr, config), every.before_choice)
+        if program is built(call_jaxpr, config):
             # Nothing was padded, so the streams are those that `streams_of` planned.
             program = _asking(call_jaxpr, config)
         return run_passes(program, (every.choice, every.finding, *every.layouts))
@@ -125,7 +116,7 @@ def streams_of(
 @cached_by_jaxpr
 def _asking(call_jaxpr: Any, config: Config) -> Program:
     """Its program before any pass, with the user's marks of streams."""
-    return _settings(config).applied_to(_built(call_jaxpr, config))
+    return _settings(config).applied_to(built(call_jaxpr, config))
 
 
 class _Lowering(NamedTuple):
@@ -158,7 +149,7 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
         if source is call_jaxpr or after_pass is not None:
             program = _lower(source, config, every.all, after_pass)
         else:
-            with _lowering_of(source):
+            with lowering_of(source):
                 program = run_passes(laid_out(source, config), every.behind_layouts)
         found = [each for each in unmet_wishes(program) if each not in unmet]
         if not found:
@@ -228,7 +219,7 @@ def unpipelined_program(call_jaxpr: Any, config: Config) -> Program:
         else mark
         for mark in all_marks(program)
     ]
-    with _lowering_of(call_jaxpr):
+    with lowering_of(call_jaxpr):
         return run_passes(with_marks(program, marks), every.all)
 
 
@@ -276,83 +267,8 @@ def _lower(
     sequence: Sequence[AnyPass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    program = _built(call_jaxpr, config)
+    program = built(call_jaxpr, config)
     if after_pass is not None:
         after_pass("build", program)
-    with _lowering_of(call_jaxpr):
+    with lowering_of(call_jaxpr):
         return run_passes(program, sequence, after_pass)
-
-
-@cached_by_jaxpr
-def _built(call_jaxpr: Any, config: Config) -> Program:
-    """The program of a jaxpr before any pass."""
-    # In programs that JAX derived from a split one, only messages use the names.
-    given = () if config.role else arg_names(call_jaxpr)
-    params = _names(given, len(call_jaxpr.in_avals), "x")
-    results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
-    check_devices(config.name, call_jaxpr, config.mesh)
-    with _lowering_of(call_jaxpr):
-        return build_program(
-            call_jaxpr,
-            name="_".join((config.name, *config.derived)),
-            mesh=abstract(config.mesh),
-            param_names=params,
-            result_names=results,
-            display_names=_display_names(call_jaxpr, config),
-        )
-
-
-@contextmanager
-def _lowering_of(call_jaxpr: Any) -> Generator[None]:
-    """Inside, programs of a jaxpr are made and changed."""
-    with _no_garbage_collection(), with_width(is_wide(call_jaxpr)):
-        yield
-
-
-@contextmanager
-def _no_garbage_collection() -> Generator[None]:
-    """Passes make many objects that stay alive, and hardly any cycles of them.
-
-    Looking for garbage among them is up to a third of their time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:
-    """The names of operands and results in messages.
-
-    The paths of results that JAX makes up for a derived program are not the user's.
-    """
-    derived = bool(config.role)
-    other = "operand {} of the " + config.role if derived else "closed-over array {}"
-    count = len(call_jaxpr.in_avals)
-    own = arg_names(call_jaxpr)
-    names = own if any(own) else config.operands
-    if len(names) != count:  # dead code was removed since, and operands with it
-        names = [""] * count
-    params = [name or other.format(number) for number, name in enumerate(names)]
-    paths = () if derived else result_paths(call_jaxpr)
-    results = [path or None for path in paths] or [None] * len(call_jaxpr.out_avals)
-    paths = frozenset(filter(None, names))
-    return DisplayNames(params, results, _VARIABLES[config.role], paths)
-
-
-_VARIABLES: Mapping[Role, Variables] = {
-    "": "all",
-    "forward": "alone",
-    "recomputed": "alone",
-    "tangents": "none",
-    "backward": "none",
-}
-
-
-def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, ...]:
-    """The user's names, or numbered ones in programs that JAX derived."""
-    given = list(names) or [None] * count
-    return tuple(name or f"{prefix}{number}" for number, name in enumerate(given))

@@ -14,7 +14,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
-from jhost._call import program
+from jhost._call import build
 from jhost.lowering.pipeline import build_program
 from jhost.testing import mesh_of
 
@@ -238,7 +238,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         jaxprs.append(jaxpr)
         return build_program(jaxpr, **settings)
 
-    monkeypatch.setattr(program, "build_program", counted)
+    monkeypatch.setattr(build, "build_program", counted)
     return jaxprs
 
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost._call import program
+from jhost._call import build
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For
 from jhost.lowering.pipeline import build_program
@@ -55,7 +55,7 @@ def test_a_function_with_dead_code_is_lowered_once(
         programs.append(jaxpr)
         return build_program(jaxpr, **settings)
 
-    monkeypatch.setattr(program, "build_program", lowered)
+    monkeypatch.setattr(build, "build_program", lowered)
 
     def f(x: jax.Array) -> jax.Array:
         jnp.sin(x)
