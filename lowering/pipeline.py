@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
-from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
@@ -116,7 +116,9 @@ def passes(
     # What stands beside what outside of these loops, and what is one kernel.
     units = _shared(shares, Segment(), ScheduleLoops())
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between), units)
-    cycles = ChooseCycles(transfers)
+    # Scans are compared with several cycles.
+    (every,) = _shared(shares, moving_all(transfers))
+    cycles = ChooseCycles(transfers, every)
     behind = *_shared(shares, transfers, LeaveToXla(transfers.between)), *units
     return Passes(
         before_choice=(InBlocks(), PadUneven()),

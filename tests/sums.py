@@ -65,4 +65,4 @@ def moving(
 def nothing_moving() -> Any:
     """Work keeps its order in a program, as if no transfer were exposed."""
     none = mock.Mock(return_value=False)
-    return mock.patch.object(moved_work.Order, "has_exposed", none)
+    return mock.patch.object(moved_work.WorkOrder, "has_exposed", none)

@@ -20,8 +20,9 @@ from typing import ClassVar
 
 from jhost._text import bytes_text
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.stream_bounds import StreamBounds
-from jhost.lowering.ir.bodies import EachProgram, passed
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
@@ -58,6 +59,8 @@ class ChooseCycles(EachProgram):
     name: ClassVar[str] = "choose_cycles"
 
     transfers: ChooseTransfers
+    every: FollowingPass | None = None
+    """A pass that moves all transfers beside work, for programs that are compared."""
     moves_work: bool = True
     """Whether work may be late as well."""
     decided: Shared[_Decision] | None = None
@@ -139,8 +142,8 @@ class ChooseCycles(EachProgram):
         # All transfers are put beside work, as a cycle wants them, instead of chosen
         # for both programs.  The choice took most of lowering: 30 of 40 s for four
         # layers with marks over two axes.
-        every = dataclasses.replace(self.transfers, pipeline="p2p")
-        ordered = (Weighed(passed(each, every)) for each in (program, other))
+        every = self.every or moving_all(self.transfers)
+        ordered = (Weighed(every.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
 
     def may_move_work(self, program: Program, cycle: Cycle) -> bool:
@@ -158,6 +161,11 @@ class ChooseCycles(EachProgram):
             return False
         axes = {axis for stmt in moved.stmts for axis in stmt.axes}
         return self.transfers.between.isdisjoint(axes)
+
+
+def moving_all(transfers: ChooseTransfers) -> ChooseTransfers:
+    """The pass that moves all transfers which can be hidden, without weighing any."""
+    return dataclasses.replace(transfers, pipeline="p2p")
 
 
 def _noted(program: Program, note: Note | None) -> Program:

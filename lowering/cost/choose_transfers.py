@@ -26,7 +26,6 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -85,7 +84,18 @@ class ChooseTransfers(EachProgram):
     """The passes that end a program's loops, and that it is timed behind."""
 
     def change(self, program: Program) -> Program:
-        return _changed(program, self)
+        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        other, moved = with_work_moved(program, can_hide)
+        if not moved:
+            return self.in_order(program, can_hide).program
+        said = (_said_moved(program, each) for each in moved)
+        other = dataclasses.replace(other, remarks=(*other.remarks, *said))
+        ordered = self.in_order(other, can_hide)
+        if self.may_weigh(moved):
+            made = self.in_order(program, can_hide)
+            if not self.gains(made, ordered, _GAIN_OF_WORK):
+                return made.program
+        return ordered.program
 
     def may_weigh(self, moved: Sequence[MovedWork]) -> bool:
         """Whether work moves only if that is predicted to gain."""
@@ -165,23 +175,6 @@ class ChooseTransfers(EachProgram):
         assert self.rates is not None
         seconds = functools.partial(Weighed.seconds, units=self.units, rates=self.rates)
         return seconds(other) < most * seconds(made)
-
-
-# A scan that may be a cycle is looked at several times, with the rest of its program.
-@derived_with
-def _changed(program: Program, choose: ChooseTransfers) -> Program:
-    can_hide = functools.partial(choose.can_hide, mesh=dict(program.mesh.shape))
-    other, moved = with_work_moved(program, can_hide)
-    if not moved:
-        return choose.in_order(program, can_hide).program
-    said = (_said_moved(program, each) for each in moved)
-    other = dataclasses.replace(other, remarks=(*other.remarks, *said))
-    ordered = choose.in_order(other, can_hide)
-    if choose.may_weigh(moved):
-        made = choose.in_order(program, can_hide)
-        if not choose.gains(made, ordered, _GAIN_OF_WORK):
-            return made.program
-    return ordered.program
 
 
 class Weighed:

@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
@@ -107,15 +106,6 @@ class EachProgram(abc.ABC):
     @abc.abstractmethod
     def change(self, program: Program) -> Program:
         """One program after the pass, whatever its bodies hold."""
-
-
-@derived_with
-def passed(program: Program, step: EachProgram) -> Program:
-    """`program` after a pass that is applied once to each program and body.
-
-    Programs that are weighed against each other share most bodies.
-    """
-    return step.change(with_each_body(program, lambda body: passed(body, step)))
 
 
 def with_bodies(stmt: ir.ControlFlow, bodies: Sequence[Program]) -> ir.ControlFlow:

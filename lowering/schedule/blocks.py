@@ -58,7 +58,7 @@ class StatementBlocks:
     """The blocks of a program, and which block makes each value."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.results = {buffer.name for buffer in program.results}
         self.aliases = Aliases(program.body)
         self.barriers = Barriers()
         body = self.barriers.apart(program.body)

@@ -17,7 +17,11 @@ from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For, Stmt, walk
-from jhost.lowering.schedule.blocks import StatementBlock, StatementBlocks
+from jhost.lowering.schedule.blocks import (
+    StatementBlock,
+    StatementBlocks,
+    blocks_of,
+)
 
 
 def held(blocks: StatementBlocks) -> list[int]:
@@ -25,7 +29,7 @@ def held(blocks: StatementBlocks) -> list[int]:
 
     Transfers count from where they stand in the program.
     """
-    lives = _Lives({buffer.name for buffer in blocks.program.results})
+    lives = _Lives(blocks.results)
     for number, block in enumerate(blocks.all):
         lives.add(number, block, cheap=blocks.fuses(number))
     changes = [0] * (len(blocks.all) + 1)
@@ -44,7 +48,7 @@ def holds_bodies(blocks: StatementBlocks) -> bool:
 
 @derived
 def _most_held(program: Program) -> int:
-    return max(held(StatementBlocks(program)), default=0)
+    return max(held(blocks_of(program)), default=0)
 
 
 def _most_inside(stmts: Iterable[Stmt]) -> int:

@@ -45,7 +45,7 @@ def with_work_moved(
     # Most programs have no such transfer, and blocks take long to make.
     if not any(isinstance(s, ir.Communicate) and is_open(s) for s in program.body):
         return program, []
-    order = Order(program, is_open)
+    order = WorkOrder(program, is_open)
     moved = [*order.moved()] if order.has_exposed() else []
     if not moved:
         return program, []
@@ -62,7 +62,7 @@ def with_work_moved(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Window:
+class _BesideTransfer:
     """The works that stand beside a transfer as it is, from its issue to its reader.
 
     `reader` is a block, or the number of blocks if no block waits for the transfer.
@@ -73,7 +73,7 @@ class _Window:
     works: list[int]
 
 
-class Order:
+class WorkOrder:
     """The blocks of a program in their new order; all blocks are numbers of the old.
 
     `place` has the position of each block, and that of the end behind the last one.
@@ -88,7 +88,7 @@ class Order:
             for number, stmt in self.blocks.transfers()
             if stmt.kind in (*GATHERING, *SUMS) and is_open(stmt)
         }
-        self.windows: dict[int, _Window] = {}
+        self.windows: dict[int, _BesideTransfer] = {}
         """By a transfer's block, if the transfer has work beside it."""
 
     def has_exposed(self) -> bool:
@@ -114,7 +114,7 @@ class Order:
 
     # --- Windows -------------------------------------------------------------- #
 
-    def window(self, number: int) -> _Window:
+    def window(self, number: int) -> _BesideTransfer:
         """The window of a transfer as the order is; as `intervals.py` has it."""
         stmt = self.open[number]
         behind, _ = self.blocks.before(stmt)
@@ -123,7 +123,7 @@ class Order:
         ready = max((self.place[each] for each in (*behind, *issued)), default=-1)
         reader = self.reader(number)
         inside = self.order[ready + 1 : self.place[reader]]
-        return _Window(stmt, reader, [n for n in inside if self.hides(n, stmt)])
+        return _BesideTransfer(stmt, reader, [n for n in inside if self.hides(n, stmt)])
 
     def hides(self, number: int, stmt: ir.Communicate) -> bool:
         """Whether a block is work that a transfer may stand beside."""
@@ -144,7 +144,7 @@ class Order:
 
     # --- Moves ---------------------------------------------------------------- #
 
-    def moved_beside(self, number: int, window: _Window) -> ir.Compute | None:
+    def moved_beside(self, number: int, window: _BesideTransfer) -> ir.Compute | None:
         """The largest product that there is, moved before the reader of a transfer."""
         place = self.place[window.reader]
         found = [*self.from_before(number, place), *self.from_behind(number, place)]
