@@ -116,14 +116,23 @@ def passes(
     # What stands beside what outside of these loops, and what is one kernel.
     units = _shared(shares, Segment(), ScheduleLoops())
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between), units)
+    leave = _shared(shares, LeaveToXla(transfers.between))
     # Scans are compared with several cycles.
-    (every,) = _shared(shares, moving_all(transfers))
+    weighed = transfers.of_candidates()
+    (every,) = _shared(shares, moving_all(weighed))
     cycles = ChooseCycles(transfers, every)
-    behind = *_shared(shares, transfers, LeaveToXla(transfers.between)), *units
+    behind = *_shared(shares, transfers), *leave, *units
+    of_candidates = *_shared(shares, weighed), *leave, *units
+    loops = *to_loops, *_shared(shares, cycles), *behind
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
         choice=ChoosePipelines(
-            (*layouts, *to_loops, *_shared(shares, cycles.of_candidates()), *behind),
+            (
+                *layouts,
+                *to_loops,
+                *_shared(shares, cycles.of_candidates()),
+                *of_candidates,
+            ),
             settings=settings,
             rates=rates,
             device_kind=device_kind,
@@ -131,12 +140,13 @@ def passes(
         ),
         finding=FindStreams(
             layouts=(*layouts, *to_loops[:1]),
-            loops=(*to_loops[1:], *behind),
+            loops=(*to_loops[1:], *of_candidates),
+            whole=(*layouts, *loops),
             rates=_rates_to_find(settings, rates),
             transfers=transfers,
         ),
         layouts=layouts,
-        loops=(*to_loops, *_shared(shares, cycles), *behind),
+        loops=loops,
         # The life of what the units make, and how what is sent goes.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )

@@ -82,9 +82,20 @@ class ChooseTransfers(EachProgram):
     """The axes along which GPUs of several processes lie."""
     units: Sequence[FollowingPass] = (Segment(), ScheduleLoops())
     """The passes that end a program's loops, and that it is timed behind."""
+    moves_work: bool = True
+    """Whether work may move beside transfers as well."""
+
+    def of_candidates(self) -> ChooseTransfers:
+        """The pass for candidates of pipelines.
+
+        Pipelines have been measured against programs whose work keeps its order.
+        """
+        return dataclasses.replace(self, moves_work=False)
 
     def change(self, program: Program) -> Program:
         can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        if not self.moves_work:
+            return self.in_order(program, can_hide).program
         other, moved = with_work_moved(program, can_hide)
         if not moved:
             return self.in_order(program, can_hide).program

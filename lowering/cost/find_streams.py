@@ -39,6 +39,7 @@ class FindStreams:
         layouts: the passes that lay out values, up to communications.
         loops: those behind them.  Cycles are not among them: they take longest, and
             move what stands in no loop over chunks.
+        whole: all that the chosen program goes through up to its schedule.
         rates: the rates of the devices; None where no stream is to be found.
         transfers: what says which transfers stand beside work outside of loops.
     """
@@ -47,6 +48,7 @@ class FindStreams:
 
     layouts: Sequence[FollowingPass] = ()
     loops: Sequence[FollowingPass] = ()
+    whole: Sequence[FollowingPass] = ()
     rates: Rates | None = None
     transfers: ChooseTransfers = dataclasses.field(default_factory=ChooseTransfers)
 
@@ -89,7 +91,7 @@ class FindStreams:
     def seconds(self, program: Program) -> float:
         """How long the whole program takes, after all passes up to the schedule."""
         assert self.rates is not None
-        for step in (*self.layouts, *self.loops):
+        for step in self.whole:
             program = step.apply(program)
         (_, predicted), *_ = by_permutes(program, self.rates)
         return predicted.total
