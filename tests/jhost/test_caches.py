@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -26,6 +27,8 @@ from jhost._call import build
 from jhost._call.execute import interpreting
 from jhost._jax import ClosedJaxpr
 from jhost.lowering.ir.program import Program
+from jhost.lowering.layouts import propagate_layouts
+from jhost.lowering.streams import plan
 from jhost.testing import mesh_of
 
 X = jnp.ones((8, 8))
@@ -251,3 +254,29 @@ def test_arguments_that_nothing_reads_are_no_second_program(
     np.testing.assert_array_equal(third, jnp.zeros_like(X))
     wanted = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x)))(X * 0.1)
     np.testing.assert_allclose(other, wanted, rtol=1e-5)
+
+
+def test_a_block_and_its_gradient_are_made_once() -> None:
+    """One program for each pass; what one stage has found is handed on to the next."""
+
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jax.nn.gelu(jhost.stream(x, axis=0) @ up) @ down
+
+    specs = P("tp"), P(None, "tp"), P("tp")
+    f = jhost.jit(block, mesh=mesh_of({"tp": 4}), in_shardings=specs)
+    work = (
+        (build, "build_program"),
+        (plan, "plan_streams"),
+        (propagate_layouts, "solve_layouts"),
+    )
+    with contextlib.ExitStack() as stack:
+        programs, plans, layouts = (
+            stack.enter_context(
+                mock.patch.object(module, name, wraps=getattr(module, name))
+            )
+            for module, name in work
+        )
+        jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1, 2))(X, X, X)
+    assert programs.call_count <= 3
+    assert plans.call_count <= 6
+    assert layouts.call_count <= 3
