@@ -59,7 +59,7 @@ class ChooseCycles(EachProgram):
     name: ClassVar[str] = "choose_cycles"
 
     transfers: ChooseTransfers
-    every: FollowingPass | None = None
+    every: FollowingPass
     """A pass that moves all transfers beside work, for programs that are compared."""
     moves_work: bool = True
     """Whether work may be late as well."""
@@ -142,8 +142,7 @@ class ChooseCycles(EachProgram):
         # All transfers are put beside work, as a cycle wants them, instead of chosen
         # for both programs.  The choice took most of lowering: 30 of 40 s for four
         # layers with marks over two axes.
-        every = self.every or moving_all(self.transfers)
-        ordered = (Weighed(every.apply(each)) for each in (program, other))
+        ordered = (Weighed(self.every.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
 
     def may_move_work(self, program: Program, cycle: Cycle) -> bool:

@@ -94,9 +94,9 @@ class ChooseTransfers(EachProgram):
 
     def change(self, program: Program) -> Program:
         can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
-        if not self.moves_work:
-            return self.in_order(program, can_hide).program
-        other, moved = with_work_moved(program, can_hide)
+        other, moved = program, list[MovedWork]()
+        if self.moves_work:
+            other, moved = with_work_moved(program, can_hide)
         if not moved:
             return self.in_order(program, can_hide).program
         said = (_said_moved(program, each) for each in moved)

@@ -20,10 +20,11 @@ from collections.abc import Iterable, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant
+from jhost.lowering.ir.queues import on_own
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.moves import MovingLoop
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
-from jhost.lowering.schedule.whole_shards import in_order, in_turns, with_work_beside
+from jhost.lowering.schedule.whole_shards import in_turns, with_work_beside
 
 
 class WholeShards(MovingLoop):
@@ -58,7 +59,8 @@ class Unchunked:
         for moves, group in in_turns(self.spec.nodes, self.is_moved):
             body += self.moved(group) if moves else self.computed(group)
         self.contractions.made(self.spec.nodes)
-        return [*in_order(body), *self.last]
+        # Tokens order the work against the transfers.
+        return [*on_own(body), *self.last]
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)

@@ -36,6 +36,12 @@ class StatementBlock:
         return self.stmts[0]
 
     @property
+    def compute(self) -> ir.Compute:
+        """Its statement, if it is a computation."""
+        assert isinstance(self.stmt, ir.Compute)
+        return self.stmt
+
+    @property
     def works(self) -> bool:
         """Whether sums may run beside it: it contracts, or is a loop or branch."""
         loops = ir.For | ir.Scan | ir.While | ir.Cond
@@ -170,11 +176,9 @@ class StatementBlocks:
     def makes(self, number: int) -> int:
         """The bytes that a block computes, or 0 if all that it computes is cheap."""
         stmt = self.all[number].stmt
-        return (
-            _bytes(stmt.outs)
-            if isinstance(stmt, ir.Compute) and not self.fuses(number)
-            else 0
-        )
+        if not isinstance(stmt, ir.Compute) or self.fuses(number):
+            return 0
+        return _bytes(stmt.outs)
 
     def fuses(self, number: int) -> bool:
         """Whether a block is cheap, so that XLA computes it where it is read."""
@@ -187,16 +191,48 @@ class StatementBlocks:
 
     def reader(self, number: int, stmt: ir.Communicate) -> int:
         """The first block behind `number` that reads a transfer and cannot wait."""
+        return self.first_reader(stmt, range(number + 1, len(self.all)))
+
+    def first_reader(self, stmt: ir.Communicate, numbers: Iterable[int]) -> int:
+        """The first of some blocks that reads a transfer and cannot wait.
+
+        If none does, the number of all blocks.
+        """
+        # If a block can wait, its own readers read the transfer through it.
         found = {stmt.out.name}
-        for later in range(number + 1, len(self.all)):
-            block = self.all[later]
+        for number in numbers:
+            block = self.all[number]
             if found.isdisjoint(block.reads):
                 continue
-            # This block can wait, so its own readers read the transfer through it.
             if not block.can_wait:
-                return later
+                return number
             found |= block.writes
         return len(self.all)
+
+    def made_of(
+        self, names: Iterable[str], numbers: Iterable[int]
+    ) -> Iterator[tuple[int, frozenset[str]]]:
+        """Those of some blocks that are made of some values, in their order.
+
+        With each comes what was made of the values before it, and the values.
+        """
+        made = frozenset(names)
+        for number in numbers:
+            block = self.all[number]
+            if not made.isdisjoint(block.reads):
+                yield number, made
+                made |= block.writes
+
+    def with_waits(self, numbers: Iterable[int], among: Iterable[int]) -> list[int]:
+        """Some blocks and the waits for their communications, as they stand `among`."""
+        some = {*numbers}
+        stmts = (self.all[number].stmt for number in some)
+        sent = {stmt.name for stmt in stmts if isinstance(stmt, ir.Communicate)}
+
+        def ends(stmt: ir.Stmt) -> bool:
+            return isinstance(stmt, ir.Wait) and stmt.communication in sent
+
+        return [n for n in among if n in some or ends(self.all[n].stmt)]
 
 
 @derived

@@ -85,17 +85,12 @@ class _FreeProducts:
 
     def work(self, number: int) -> tuple[int, int]:
         """How much a product computes, and its number."""
-        return work_of(self.product(number)), number
-
-    def product(self, number: int) -> ir.Compute:
-        stmt = self.blocks.all[number].stmt
-        assert isinstance(stmt, ir.Compute)
-        return stmt
+        return work_of(self.blocks.all[number].compute), number
 
     def terms(self, number: int) -> tuple[ir.Buffer, ...]:
         """The operands of a product that its iteration has to hand on."""
         known = self.found.constant | self.found.sliced
-        ins = self.product(number).ins
+        ins = self.blocks.all[number].compute.ins
         each = {buffer.name: buffer for buffer in ins if buffer.name not in known}
         return tuple(each.values())
 

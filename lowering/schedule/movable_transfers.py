@@ -172,27 +172,23 @@ class MovableTransfers:
                     yield number, stmt, behind
 
     def made_of(
-        self, number: int, made: Set[str], moving: Container[str] = ()
+        self, number: int, made: Set[str], moving: Container[object] = ()
     ) -> list[int] | None:
         """The blocks behind one that are made of what it `made`, if all may be late.
 
         They are cheap, or transfers that are `moving`; they read nothing else that an
         iteration makes, and what they make goes into stacks and carried sums alone.
         """
-        made, sent, behind = {*made}, set[str](), list[int]()
         known = self.constant | self.sliced | self.end_of.keys()
-        for later, block in enumerate(self.blocks.all[number + 1 :], number + 1):
-            name = communication_of(block.stmt)
-            if isinstance(block.stmt, ir.Wait):
-                behind += [later] if name in sent else []
-            if made.isdisjoint(block.reads):
-                continue
-            can_wait = block.can_wait or name in moving
-            if not can_wait or not block.reads <= made | known:
+        later, behind = range(number + 1, len(self.blocks.all)), list[int]()
+        for each, before in self.blocks.made_of(made, later):
+            block = self.blocks.all[each]
+            can_wait = block.can_wait or communication_of(block.stmt) in moving
+            if not can_wait or not block.reads <= before | known:
                 return None
-            made |= block.writes
-            sent |= {name} if name else set()
-            behind.append(later)
+            behind.append(each)
+        made = {*made}.union(*(self.blocks.all[each].writes for each in behind))
+        behind = self.blocks.with_waits(behind, later)
         leaves = not made.isdisjoint(self.left)
         return behind if leaves and self.is_late(made, behind) else None
 
@@ -213,10 +209,9 @@ class MovableTransfers:
 
     def goes_on(self, number: int, stmt: ir.Communicate) -> bool:
         """Whether the next iteration gets a value that is made of a sum."""
-        made = {stmt.out.name}
-        for block in self.blocks.all[number + 1 :]:
-            if not made.isdisjoint(block.reads):
-                made |= block.writes
+        later = range(number + 1, len(self.blocks.all))
+        made_of = self.blocks.made_of([stmt.out.name], later)
+        made = {stmt.out.name}.union(*(self.blocks.all[n].writes for n, _ in made_of))
         return not made.isdisjoint(self.ends)
 
     def core(self, early: Sequence[Early], late: Sequence[Late]) -> tuple[ir.Stmt, ...]:

@@ -21,7 +21,6 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import on_own
 from jhost.lowering.schedule.blocks import (
     blocks_of,
-    communication_of,
     work_of,
 )
 from jhost.lowering.schedule.intervals import GATHERING, SUMS, IsOpen
@@ -132,15 +131,8 @@ class WorkOrder:
 
     def reader(self, number: int) -> int:
         """The first block behind a transfer that reads it and cannot wait."""
-        made = {self.open[number].out.name}
-        for later in self.order[self.place[number] + 1 :]:
-            block = self.blocks.all[later]
-            if made.isdisjoint(block.reads):
-                continue
-            if not block.can_wait:
-                return later
-            made |= block.writes
-        return len(self.blocks.all)
+        behind = self.order[self.place[number] + 1 :]
+        return self.blocks.first_reader(self.open[number], behind)
 
     # --- Moves ---------------------------------------------------------------- #
 
@@ -150,9 +142,9 @@ class WorkOrder:
         found = [*self.from_before(number, place), *self.from_behind(number, place)]
         if not found:
             return None
-        moved = max(found, key=lambda each: work_of(self.product(each[0])))
+        moved = max(found, key=lambda each: work_of(self.blocks.all[each[0]].compute))
         self.move(set(moved), place)
-        return self.product(moved[0])
+        return self.blocks.all[moved[0]].compute
 
     def move(self, numbers: set[int], place: int) -> None:
         """Move blocks, in their order, to a place."""
@@ -168,11 +160,6 @@ class WorkOrder:
             window.works[:] = [n for n in window.works if n not in numbers]
         for each in self.windows.keys() & numbers:
             self.keep_window(each)
-
-    def product(self, number: int) -> ir.Compute:
-        stmt = self.blocks.all[number].stmt
-        assert isinstance(stmt, ir.Compute)
-        return stmt
 
     def near(self, numbers: Sequence[int]) -> Iterator[int]:
         """The products among the first works, but for those that have to stay."""
@@ -196,20 +183,11 @@ class WorkOrder:
 
     def made_of(self, product: int, between: Sequence[int]) -> list[int] | None:
         """What is made of a product; None if some of it cannot move along."""
-        made, sent, behind = {*self.blocks.all[product].writes}, set[str](), list[int]()
-        for later in between:
-            block = self.blocks.all[later]
-            name = communication_of(block.stmt)
-            if isinstance(block.stmt, ir.Wait):
-                behind += [later] if name in sent else []
-            if made.isdisjoint(block.reads):
-                continue
-            if not block.can_wait and not self.is_sum(later):
-                return None
-            made |= block.writes
-            sent |= {name} if name else set()
-            behind.append(later)
-        return behind
+        names = self.blocks.all[product].writes
+        behind = [number for number, _ in self.blocks.made_of(names, between)]
+        if not all(self.blocks.all[n].can_wait or self.is_sum(n) for n in behind):
+            return None
+        return self.blocks.with_waits(behind, between)
 
     def is_sum(self, number: int) -> bool:
         return number in self.open and self.open[number].kind in SUMS
@@ -234,13 +212,9 @@ class WorkOrder:
 
     def all_made_of(self, number: int) -> set[int]:
         """The blocks that a transfer has to come before."""
-        made, found = {self.open[number].out.name}, set[int]()
-        for later in self.order[self.place[number] + 1 :]:
-            block = self.blocks.all[later]
-            if not made.isdisjoint(block.reads):
-                made |= block.writes
-                found.add(later)
-        return found
+        behind = self.order[self.place[number] + 1 :]
+        made_of = self.blocks.made_of([self.open[number].out.name], behind)
+        return {each for each, _ in made_of}
 
     def needed(self, product: int, after: set[int]) -> list[int] | None:
         """The cheap blocks among those after a place that a product needs before it.

@@ -8,11 +8,11 @@ shards, and waiting contractions stand beside them (`waiting_contractions.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
-from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.ir.queues import OWN, on_stream
 
 _MOVES = ir.Stream(name="moves")
 """The queue of the transfers."""
@@ -32,15 +32,6 @@ def in_turns(
     )
     for moves, group in itertools.groupby(order, is_moved):
         yield moves, [*group]
-
-
-def in_order(body: Iterable[ir.Stmt]) -> list[ir.Stmt]:
-    """The statements of a loop, whose tokens order its work against its transfers."""
-    return [
-        ir.GetCurrentStream(stream=MAIN),
-        *on_stream(OWN, [ir.Synchronize(stream=MAIN), *body]),
-        ir.Synchronize(stream=OWN),
-    ]
 
 
 def with_work_beside(

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.program import Program
@@ -52,7 +52,8 @@ def test_candidates_decide_once_for_a_scan(
         return gains
 
     monkeypatch.setattr(ChooseCycles, "gains", decided)
-    cycles = ChooseCycles(ChooseTransfers(RATES))
+    transfers = ChooseTransfers(RATES)
+    cycles = ChooseCycles(transfers, moving_all(transfers))
     program = with_communications()
     candidate = dataclasses.replace(program, remarks=(Search(),))
     of_candidates = cycles.of_candidates()

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.bodies import programs
@@ -205,7 +205,8 @@ def test_a_product_of_what_no_iteration_makes_is_late_without_operands() -> None
         reverse=False,
     )
     made = program(mesh, [p, start], [end, ys], scan)
-    late = ChooseCycles(ChooseTransfers()).apply(made)
+    transfers = ChooseTransfers()
+    late = ChooseCycles(transfers, moving_all(transfers)).apply(made)
     assert notes(late)
     args = [np.arange(16, dtype=np.int32).reshape(4, 4) - n for n in (5, 8)]
     for one, other in zip(

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 from jax import lax
 
-from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.bodies import all_remarks
@@ -207,7 +207,7 @@ def test_moved_transfers_bring_the_same_and_none_more_often(
     verify(host_ir)
     transfers = ChooseTransfers()
     with sums.moving(way, work, within):
-        changed = ChooseCycles(transfers).apply(host_ir)
+        changed = ChooseCycles(transfers, moving_all(transfers)).apply(host_ir)
         ordered = transfers.apply(changed)
     for note in {
         re.sub(r"\b[vyews]\w*\d+,? ?|\d", "", str(r)) for r in all_remarks(ordered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -48,6 +49,24 @@ def exposed(program: Program) -> Counter[tuple[Any, ...]]:
     return +found
 
 
+def scanned_and_written(
+    run: Callable[[jax.Array, Any], jax.Array], specs: tuple[P, P]
+) -> list[tuple[Callable[..., jax.Array], Any, Any]]:
+    """A loss over layers in both forms, with the weights of each and their specs."""
+
+    def scanned(x: jax.Array, weights: Any) -> jax.Array:
+        y = lax.scan(lambda x, w: (run(x, w), None), x, weights)[0]
+        return jnp.sum(y * y)
+
+    def written(x: jax.Array, weights: Any) -> jax.Array:
+        for w in weights:
+            x = run(x, w)
+        return jnp.sum(x * x)
+
+    stacks = tuple(P(None, *spec) for spec in specs)
+    return [(scanned, STACKED, stacks), (written, LISTED, [specs] * LAYERS)]
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "computed again"])
 @pytest.mark.parametrize(
     ("specs", "first"),
@@ -65,22 +84,9 @@ def test_layers_in_a_scan_and_written_out(specs: Any, first: Any, again: bool) -
 
     run = jax.checkpoint(both) if again else both
 
-    def scanned(x: jax.Array, weights: Any) -> jax.Array:
-        y = lax.scan(lambda x, w: (run(x, w), None), x, weights)[0]
-        return jnp.sum(y * y)
-
-    def written(x: jax.Array, weights: Any) -> jax.Array:
-        for w in weights:
-            x = run(x, w)
-        return jnp.sum(x * x)
-
-    stacks = tuple(P(None, *spec) for spec in specs)
     found: list[Any] = []
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
-    for f, weights, laid in (
-        (scanned, STACKED, stacks),
-        (written, LISTED, [specs] * LAYERS),
-    ):
+    for f, weights, laid in scanned_and_written(run, specs):
         where = P("d"), laid
         with sums.moving("collective"), no_latency:
             how = on({"d": 2}, where, where)
@@ -97,24 +103,9 @@ def block(x: jax.Array, w: Any) -> jax.Array:
 
 def test_layers_over_tp_in_a_scan_and_written_out() -> None:
     """What moves depends on the layer before, or behind; gradients hide the latter."""
-
-    def scanned(x: jax.Array, weights: Any) -> jax.Array:
-        y = lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
-        return jnp.sum(y * y)
-
-    def written(x: jax.Array, weights: Any) -> jax.Array:
-        for w in weights:
-            x = block(x, w)
-        return jnp.sum(x * x)
-
-    specs = P(None, "d"), P("d")
-    stacks = tuple(P(None, *spec) for spec in specs)
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
     found: dict[bool, list[Any]] = {False: [], True: []}
-    for f, weights, laid in (
-        (scanned, STACKED, stacks),
-        (written, LISTED, [specs] * LAYERS),
-    ):
+    for f, weights, laid in scanned_and_written(block, (P(None, "d"), P("d"))):
         where = P("d"), laid
         for backward, ofs in found.items():
             taken = jax.grad(f, (0, 1)) if backward else f
