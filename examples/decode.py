@@ -49,7 +49,10 @@ PARAMS: Params = {
 
 
 def specs_of(by: By) -> Params:
-    """The shardings.  By positions each device needs all heads, and their weights."""
+    """The shardings of the parameters.
+
+    If the cache is sharded by positions, each device needs the weights of all heads.
+    """
     if by == "heads":
         return PARAMS
     whole = dict.fromkeys(("query", "key", "value", "out"), P())
@@ -59,7 +62,10 @@ def specs_of(by: By) -> Params:
 def attend(
     q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """Attends to the positions of a cache that queries from `position` on may see."""
+    """Attends to a cache.  The first query stands at `position`.
+
+    Each query sees the positions up to its own.
+    """
     batch, tokens, heads, size = q.shape
     q = q.reshape(batch, tokens, keys.shape[2], -1, size)
     scores = jnp.einsum("btkgs,bpks->btkgp", q, keys) * size**-0.5

@@ -241,7 +241,7 @@ def batch_at(position: dict[str, int], text: np.ndarray, config: Config) -> np.n
 
 
 def manager_of(config: Config) -> Any:
-    """Keeps checkpoints.  It saves a state before the next step takes its memory."""
+    """Keeps checkpoints.  A state is saved before the next step reuses its memory."""
     every, keep = config.every, config.keep
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=every, max_to_keep=keep, enable_async_checkpointing=False

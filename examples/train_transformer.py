@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kept_in(folder: Path, arguments: argparse.Namespace) -> Checkpoints | None:
-    """The checkpoints in a folder, where only `--resume` accepts old ones."""
+    """The checkpoints in a folder.  Old ones are refused without `--resume`."""
     if not arguments.checkpoint_every:
         return None
     if not arguments.resume and folder.exists() and any(folder.iterdir()):
