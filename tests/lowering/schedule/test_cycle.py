@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jhost._jax import aval_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, walk
 from jhost.lowering.layouts import carry_partial_sums
@@ -126,7 +127,7 @@ def test_slices_stand_with_what_reads_them_so_that_xla_reads_them_in_place() -> 
     ]
     for unit in units:
         sliced = {
-            str(each.eqn.outvars[0].aval.dtype)
+            str(aval_of(each.eqn.outvars[0]).dtype)
             for each in unit.eqns
             if each.eqn.primitive.name == "squeeze"
             and each.eqn.outvars[0] in unit.outvars
