@@ -100,9 +100,10 @@ class Order:
 
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
         """`ins` of a step outside of loops, apart from what made or brought them."""
-        return list(ins) if self.active else [self._left(value) for value in ins]
+        return list(ins) if self.active else [self.left(value) for value in ins]
 
-    def _left(self, value: Any) -> Any:
+    def left(self, value: Any) -> Any:
+        """A value apart from what made it, or behind the work that it came beside."""
         value, behind = self.apart.get(id(value), (value, None))
         if behind is None:
             return value

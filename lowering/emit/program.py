@@ -130,6 +130,17 @@ class _Emitter(Views):
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
+    def read(self, buffer: ir.Buffer) -> Any:
+        """The value of a buffer.
+
+        Parts that came are put in place behind the work beside their transfers, or XLA
+        would wait for the transfers before that work.
+        """
+        view = self.views[buffer.name]
+        if view.source is None and view.memory.received:
+            view.memory.read_behind(self.order.left)
+        return super().read(buffer)
+
     # --- Computation ---------------------------------------------------------- #
 
     def compute(self, stmt: ir.Compute) -> None:
