@@ -20,7 +20,7 @@ from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.blocks import work_of
 from jhost.lowering.schedule.cycle import Late
-from jhost.lowering.schedule.intervals import GATHERING, SUMS
+from jhost.lowering.schedule.intervals import GATHERING, SUMS, hides, ready_at
 from jhost.lowering.schedule.movable_transfers import MovableTransfers
 from jhost.lowering.schedule.moved_work import with_work_moved
 
@@ -102,7 +102,7 @@ class _FreeProducts:
         for number, stmt in self.blocks.transfers():
             exposed = self.is_bound(stmt) and stmt.name not in self.hidden
             if exposed and number not in self.free:
-                if readers := self.readers(number, stmt):
+                if readers := self.readers(stmt):
                     yield stmt, readers
 
     def is_bound(self, stmt: ir.Communicate) -> bool:
@@ -111,26 +111,23 @@ class _FreeProducts:
             return False
         return self.found.is_open(stmt)
 
-    def readers(self, number: int, stmt: ir.Communicate) -> list[int]:
+    def readers(self, stmt: ir.Communicate) -> list[int]:
         """The first block that reads what comes, unless work stands before it.
 
         If that is a product that may be late, the blocks that are then the first.
         """
-        made_of, _ = self.blocks.before(stmt)
-        made, found = {stmt.out.name}, list[int]()
-        for later in range(max(made_of, default=-1) + 1, len(self.blocks.all)):
-            block = self.blocks.all[later]
-            works = block.contracts if stmt.kind in GATHERING else block.works
-            if made.isdisjoint(block.reads):
-                if works and not found:
-                    self.behind.pop(later, None)
-                    return []
-                if not works:
-                    continue
-            elif block.can_wait:
-                made |= block.writes
-                continue
-            found.append(later)
-            if later not in self.behind:
+        stays = range(len(self.blocks.all))
+        left = [*stays[ready_at(self.blocks, stmt, {}, stays) + 1 :]]
+        found = list[int]()
+        reader = self.blocks.first_reader(stmt, left)
+        before = (n for n in left if n < reader and hides(self.blocks.all[n], stmt))
+        if (work := next(before, None)) is not None:
+            self.behind.pop(work, None)
+            return []
+        while reader in stays:
+            found.append(reader)
+            if reader not in self.behind:
                 return found
+            left.remove(reader)
+            reader = self.blocks.first_reader(stmt, left)
         return []
