@@ -98,7 +98,7 @@ class Order:
         return list(ins) if self.active else [self.left(value) for value in ins]
 
     def left(self, value: Any) -> Any:
-        """A value apart from what made it, or read behind the work that it came beside."""
+        """A value apart from what made it, or behind the work that it came beside."""
         value, behind = self.apart.get(id(value), (value, None))
         if behind is None:
             return value
