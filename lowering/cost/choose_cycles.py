@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from jhost._text import bytes_text
-from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import EachProgram
@@ -151,7 +151,7 @@ class ChooseCycles(EachProgram):
         # All transfers are put beside work, as a cycle wants them, instead of chosen
         # for both programs.  The choice took most of lowering: 30 of 40 s for four
         # layers with marks over two axes.
-        ordered = (Weighed(self.every.apply(each)) for each in (program, other))
+        ordered = map(self.every.apply, (program, other))
         return self.transfers.gains(*ordered, most)
 
     def may_move_work(self, program: Program, cycle: Cycle) -> bool:

@@ -88,6 +88,11 @@ class Order:
             fused = {id(value) for value in added}
             self.apart |= {id(out): (out, ()) for out in outs if id(out) not in fused}
 
+    def ran(self, outs: Sequence[Any]) -> None:
+        """A loop or a branch ran, whose first result stands for it."""
+        if self.active and outs:
+            self.chains[self.machine.current] = self.last_compute = (outs[0],)
+
     def worked(self, result: Any) -> None:
         """The result stands for work, beside which transfers may be under way."""
         if not self.active:
