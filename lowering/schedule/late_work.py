@@ -128,7 +128,7 @@ class _FreeProducts:
         return None
 
     def added_to(self, first: int, made: Set[str]) -> set[int]:
-        """The products that cheap values are made of which are read with what is `made`."""
+        """The products read with what is `made`, directly or through cheap values."""
         later = range(first + 1, len(self.blocks.all))
         waiting = {
             name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
