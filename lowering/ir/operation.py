@@ -98,6 +98,12 @@ class Operation:
         return self.taking and not self.forwards and self.like is None
 
     @property
+    def carries(self) -> bool:
+        """Whether a value enters a body that may hand it to the next iteration."""
+        enters = isinstance(self.stmt, ControlFlow) and self.forwards
+        return enters and not self.taking
+
+    @property
     def makes_any_part(self) -> bool:
         """Whether every device can make any part of its result without operands."""
         # An iota, for example: each device begins to count at its own number.
