@@ -76,6 +76,7 @@ class FoundStreamsChoice:
             if all(outcome.seconds < each.seconds for each in outcomes[1:]):
                 kept = dict(self.chosen)
             outcomes.append(outcome)
+            # The others only put sums elsewhere, which does not win back as much.
             if outcome.seconds > _HOPELESS * plain.seconds:
                 break
         best = min((each.seconds for each in outcomes[1:]), default=math.inf)
@@ -99,6 +100,7 @@ class FoundStreamsChoice:
         """What the marks may ask for; what wins most often comes first."""
         first = stream.marks[0][0]
         yield first
+        # Where no sums are left to place, the others would be the same program.
         if first.spec.sums != "in chunks":
             yield first.with_spec(sums="in chunks")
             yield first.with_spec(sums="whole")
@@ -107,6 +109,7 @@ class FoundStreamsChoice:
         """Whether another candidate could gain enough over the best one so far."""
         best = min(outcomes, key=lambda outcome: outcome.seconds)
         most = gain_of(self.rates) if len(outcomes) == 1 else _CLOSE
+        # What computes nearly all the time has little left to hide.
         return best.compute < most * best.seconds
 
     def outcome(

@@ -91,8 +91,10 @@ class StreamBounds:
             case Scan(body=body, length=length):
                 return length * self.work(body)
             case While(body=body):
+                # Nobody knows before how many times it will run.
                 return ITERATIONS * self.work(body)
             case Cond(branches=branches):
+                # Nor which branch will run, so the slowest counts.
                 return max(map(self.work, branches), default=0.0)
             case _:
                 return 0.0

@@ -83,6 +83,7 @@ class _FreeProducts:
             for group in left:
                 gone_then = {*gone, *group.products}
                 place = next((r for r in readers if r not in gone_then), None)
+                # An operand that two products have in common is handed on once.
                 more = [t for t in self.terms(group) if t.name not in carried]
                 # Products that are added up have room for each of them.
                 size = sum(map(bytes_of, more)) // len(group.products)
@@ -108,6 +109,7 @@ class _FreeProducts:
 
     def terms(self, group: _Together) -> tuple[ir.Buffer, ...]:
         """The operands of products that their iteration has to hand on."""
+        # The next iteration has constants anyway, and can take the same slices.
         known = self.found.constant | self.found.sliced
         ins = (b for n in group.products for b in self.blocks.all[n].compute.ins)
         each = {buffer.name: buffer for buffer in ins if buffer.name not in known}

@@ -104,6 +104,7 @@ class WorkOrder:
 
     def moved(self) -> Iterator[MovedWork]:
         """Move a product beside each exposed transfer that has one."""
+        # A list, because each move gives windows to transfers.
         for number in [n for n in self.open if n not in self.windows]:
             window = self.window(number)
             # A move before may have put work beside this transfer as well.
@@ -157,12 +158,14 @@ class WorkOrder:
             self.place[each] = position
         for window in self.windows.values():
             window.works[:] = [n for n in window.works if n not in numbers]
+        # A sum that moved has other work beside it now.
         for each in self.windows.keys() & numbers:
             self.keep_window(each)
 
     def near(self, numbers: Sequence[int]) -> Iterator[int]:
         """The products among the first works, but for those that have to stay."""
         works = [n for n in numbers if self.blocks.all[n].works][:_PAST]
+        # If its only work moved away, another transfer would be exposed instead.
         alone = {w.works[0] for w in self.windows.values() if len(w.works) == 1}
         for number in works:
             if number not in alone and self.blocks.product(number) is not None:

@@ -45,6 +45,7 @@ def with_once(program: Program, once: Once) -> tuple[Program, ir.Scan]:
     """`program` with these gathers in front of a new scan; and the new scan."""
     stmts, came = _gathered(once, FreshNames.of(program))
     scan = _that_reads(came, once)
+    # By identity: a program may have two equal scans.
     place = next(n for n, stmt in enumerate(program.body) if stmt is once.scan)
     body = (*program.body[:place], *stmts, scan, *program.body[place + 1 :])
     return dataclasses.replace(program, body=body), scan
@@ -69,6 +70,8 @@ def _that_reads(came: Sequence[ir.Buffer], once: Once) -> ir.Scan:
     """The scan with the gathered values as further constants."""
     scan, first = once.scan, len(once.scan.consts)
     params = scan.body.params
+    # The params have the names that the gathers' results had in the body, so its other
+    # statements stay as they are.
     outs = (stmt.out for stmt in once.stmts)
     body = dataclasses.replace(
         scan.body, params=(*params[:first], *outs, *params[first:]), body=once.core
