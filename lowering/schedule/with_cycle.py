@@ -18,6 +18,7 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.schedule.blocks import before_readers
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle, Late
 from jhost.lowering.schedule.stacks import Stacks, fresh
@@ -216,9 +217,12 @@ class _Writer:
     ) -> _Carried:
         """The work of an iteration, some of the one before, and what it stacks."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
+        begin = len(self.body)
+        slices = self.read(self.core, count)
+        core = len(self.body)
         known = {
             **self.consts,
-            **self.read(self.core, count),
+            **slices,
             **{p.name: b for p, b in zip(self.carried, state.carry, strict=True)},
             **dict(zip(gathers, state.came, strict=True)),
         }
@@ -227,6 +231,7 @@ class _Writer:
             work = [each for each in late if each.before is stmt]
             state = self.made_late(work, state, count, beside=True)
             self.body.append(copy)
+        self.body[begin:] = before_readers(self.body[begin:core], self.body[core:])
         made = known | made
         stacks = dict(state.stacks)
         for result, y in zip(self.results, self.scan.ys, strict=True):
