@@ -151,8 +151,8 @@ class ChooseCycles(EachProgram):
         # All transfers are put beside work, as a cycle wants them, instead of chosen
         # for both programs.  The choice took most of lowering: 30 of 40 s for four
         # layers with marks over two axes.
-        ordered = map(self.every.apply, (program, other))
-        return self.transfers.gains(*ordered, most)
+        made, changed = map(self.every.apply, (program, other))
+        return self.transfers.gains(made, changed, most)
 
     def may_move_work(self, program: Program, cycle: Cycle) -> bool:
         """Whether late work is weighed, and could hide as much as it has to gain."""
