@@ -254,6 +254,7 @@ class _Walk:
     def round(self) -> None:
         """Wait for the first sums under way, and issue their next round."""
         first = self.sums.pop(0)
+        self.end([*self.ended_before(first)])
         self.moves(*waits_of(first), *ends_of(first))
         if left := self.round_over(first):
             self.moves(*sends_of(left))
@@ -275,7 +276,7 @@ class _Walk:
         if not transfers:
             return
         assert not any(each in self.to_come for each in transfers)
-        transfers = [*transfers, *self.ended_before(transfers)]
+        transfers = self.in_turn([*transfers, *self.ended_before(transfers)])
         rest = ([t for t in sums if t not in transfers] for sums in self.sums)
         self.sums = [sums for sums in rest if sums]
         self.again = [each for each in self.again if each not in transfers]
@@ -299,6 +300,13 @@ class _Walk:
                 axes.add(each.interval.stmt.axes)
             elif each.interval.stmt.axes in axes:
                 yield each
+
+    def in_turn(
+        self, transfers: Sequence[ScheduledTransfer]
+    ) -> list[ScheduledTransfer]:
+        """Transfers, with those that run in order in the order of their issue."""
+        copied = [each for each in transfers if each not in self.queue]
+        return [*copied, *(each for each in self.queue if each in transfers)]
 
     def round_over(
         self, transfers: Sequence[ScheduledTransfer]

@@ -133,7 +133,7 @@ def test_the_gradient_of_a_kernel_is_a_sum_over_devices() -> None:
         return jax.vjp(conv, x, kernel)[1](given)
 
     shapes = (2, 64, 6), (4, 6, 6), (2, 64, 6)
-    args = [jnp.array(integers(*shape), jnp.float32) for shape in shapes]
+    args = [integers(*shape) for shape in shapes]
     ins = SEQUENCE, P(), SEQUENCE
     program = exact(gradients, *args, **tp(4, ins, (SEQUENCE, P())))
     # Positions before a device's own for the kernel's, and behind them for the other.
@@ -184,7 +184,7 @@ def test_a_maximum_hands_back_to_its_own_part(
     def back(x: Array, given: Array) -> Array:
         return jax.vjp(pool, x)[1](given)[0]
 
-    x, given = (jnp.array(integers(3, n, 2), jnp.float32) for n in (32, 16))
+    x, given = (integers(3, n, 2) for n in (32, 16))
     program = exact(back, x, given, **tp(4, (SEQUENCE, SEQUENCE), SEQUENCE))
     assert received(program) == edges * 3 * 2
 
@@ -196,7 +196,7 @@ def test_a_difference_goes_back_to_neighbours() -> None:
     def loss(x: Array) -> Array:
         return ((x[1:] - x[:-1]) ** 2).sum()
 
-    x = jnp.array(integers(16, 3), jnp.float32)
+    x = integers(16, 3)
     program = exact(jax.grad(loss), x, **tp(4, (ROWS,), ROWS))
     assert received(program) == 2 * 3
 
