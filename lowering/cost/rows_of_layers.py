@@ -17,7 +17,7 @@ from jhost.lowering.ir.graph import Graph
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.streams.found import FoundStream
 
-Group: TypeAlias = tuple[StreamChoice, ...]
+MarksAlike: TypeAlias = tuple[StreamChoice, ...]
 
 
 def rows_apart(
@@ -34,14 +34,16 @@ def rows_apart(
     if len(parts) < 2:
         return [stream]
 
-    def work(groups: Sequence[Group]) -> float:
+    def work(groups: Sequence[MarksAlike]) -> float:
         return sum(seconds[graph.makers[m.buffer]] for g in groups for m in g)
 
     every = work(stream.marks)
     return [_part(stream, part, work(part) / every) for part in parts]
 
 
-def _part(stream: FoundStream, marks: tuple[Group, ...], share: float) -> FoundStream:
+def _part(
+    stream: FoundStream, marks: tuple[MarksAlike, ...], share: float
+) -> FoundStream:
     """A part of a stream that has this share of its work."""
     return dataclasses.replace(
         stream,
@@ -53,8 +55,8 @@ def _part(stream: FoundStream, marks: tuple[Group, ...], share: float) -> FoundS
 
 
 def _rows(
-    marks: Sequence[Group], makers: Mapping[str, int]
-) -> Iterator[tuple[Group, ...]]:
+    marks: Sequence[MarksAlike], makers: Mapping[str, int]
+) -> Iterator[tuple[MarksAlike, ...]]:
     """The groups that take turns: layer by layer, each has marks there."""
     places = {group: [makers[mark.buffer] for mark in group] for group in marks}
     left = [group for group in marks if len(group) >= LAYERS]
