@@ -18,13 +18,13 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Sections
 from jhost.lowering.cost.stream_bounds import least_gain
-from jhost.lowering.ir.bodies import all_marks
+from jhost.lowering.ir.bodies import adds_up, all_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftStream
 from jhost.lowering.streams.found import FoundStream
 
-_CLOSE = 0.99
+_CLOSE = 0.98
 """From this share of a time on, what could still be gained is not looked for.
 
 Sums elsewhere make other computations as well, so it is an estimate and no bound.
@@ -107,7 +107,9 @@ class FoundStreamsChoice:
         yield first
         if first.spec.sums != "in chunks":
             yield first.with_spec(sums="in chunks")
-            yield first.with_spec(sums="whole")
+            # Loops without sums are the same wherever sums are to stand.
+            if adds_up(outcomes[-1].program):
+                yield first.with_spec(sums="whole")
         plain, *looped = outcomes
         best, enough = min(looped, key=_seconds), plain.seconds - self.least(stream)
         # More chunks hide more, but each chunk costs launches.
