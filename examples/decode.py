@@ -109,13 +109,22 @@ def step(
 
 
 def decoded(
-    jitted: Any, params: Params, cache: Cache, prompt: jax.Array, count: int
+    jitted: Any,
+    params: Params,
+    cache: Cache,
+    prompt: jax.Array,
+    count: int,
+    given: np.ndarray | None = None,
 ) -> tuple[Cache, np.ndarray]:
-    """Returns the cache at the end, and the `count` tokens behind a prompt."""
+    """Returns the cache at the end, and the `count` tokens chosen behind a prompt.
+
+    It goes on with the tokens that are `given`, if any, whatever it chose.
+    """
     cache, token = jitted(params, cache, prompt, 0)
     tokens = [token]
-    for position in range(prompt.shape[1], prompt.shape[1] + count - 1):
-        cache, token = jitted(params, cache, token, position)
+    for n in range(count - 1):
+        token = token if given is None else given[:, n : n + 1]
+        cache, token = jitted(params, cache, token, prompt.shape[1] + n)
         tokens.append(token)
     return cache, np.concatenate(tokens, axis=1)
 
@@ -162,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
         )
         count = arguments.tokens
         cache, tokens = decoded(jitted, params, empty(), prompt, count)
-        want, plain = decoded(jax.jit(function), params, empty(), prompt, count)
+        # With roundings of its own `jax.jit` would choose another token soon.
+        want, plain = decoded(jax.jit(function), params, empty(), prompt, count, tokens)
         explanation = jhost.explain(jitted, params, cache, prompt[:, :1], read)
         print(explanation)
         same = np.mean(tokens == plain)

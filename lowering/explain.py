@@ -247,11 +247,11 @@ def explain_program(
 
 
 def _explained(
-    program: Program, name: str, times: int, known: DeviceFacts, is_body: bool = False
+    program: Program, name: str, times: int, known: DeviceFacts
 ) -> Explanation:
     """What a program does, or a body that runs so many `times`."""
     remarks = displayed_remarks(program)
-    steps = steps_of(program, times, known.rates, known.reach, is_body=is_body)
+    steps = steps_of(program, times, known.rates, known.reach)
     return Explanation(
         name=name,
         loops=count_loops(program),
@@ -279,7 +279,7 @@ def _bodies(program: Program, times: int, known: DeviceFacts) -> Iterator[Explan
     for stmt in program.body:
         if isinstance(stmt, CONTROL_FLOW):
             for name, body, often in named_bodies(stmt, times):
-                found = _explained(body, name, often, known, is_body=True)
+                found = _explained(body, name, often, known)
                 if found.loops or any(
                     getattr(found, field) for field in _ROWS.values()
                 ):

@@ -128,15 +128,13 @@ def steps_of(
     times: int,
     rates: Rates | None = None,
     reach: Mapping[str, Reach] | None = None,
-    *,
-    is_body: bool = False,
 ) -> tuple[Step, ...]:
     """The steps of a program, or of a body that is run so many `times`.
 
     Transfers have their predicted times where there are `rates`.  `reach` says how far
     apart the devices along each axis lie.
     """
-    walk = _Reporter(program, times, rates, reach or {}, is_body)
+    walk = _Reporter(program, times, rates, reach or {})
     return tuple(walk.steps(program.body, Fraction(1)))
 
 
@@ -185,13 +183,12 @@ class _Reporter:
         times: int,
         rates: Rates | None,
         reach: Mapping[str, Reach],
-        is_body: bool,
     ) -> None:
         self.program, self.times, self.rates, self.reach = program, times, rates, reach
         self.ranks = Ranks(program.mesh.shape)
         self.loops: dict[str, int] = {}
         self.places = places_of(program)
-        self.seconds = transfer_times(program, rates, in_body=is_body) if rates else {}
+        self.seconds = transfer_times(program, rates) if rates else {}
 
     def steps(self, body: Sequence[ir.Stmt], repeats: Fraction) -> Iterator[Step]:
         """The steps of statements that are as much work as `repeats` first chunks."""
@@ -215,7 +212,7 @@ class _Reporter:
                     pass
 
     def inside(self, body: Program, times: int) -> tuple[Step, ...]:
-        return steps_of(body, times, self.rates, self.reach, is_body=True)
+        return steps_of(body, times, self.rates, self.reach)
 
     def communication(self, stmt: ir.Communicate, repeats: Fraction) -> Step:
         report = CommunicationReport(

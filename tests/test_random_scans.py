@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, get_args
 from unittest import mock
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.layouts import carry_partial_sums
@@ -19,6 +21,43 @@ from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import finding, sums
 from tests.lowering.traced import by_statements
 from tests.random_scans import ScanCase, scans
+
+_SPECS = (
+    ("up", P(None, None, "d")),
+    ("down", P(None, "d")),
+    ("shared", P("d")),
+    ("gain", P()),
+)
+
+_SCAN = ScanCase(
+    devices=2,
+    length=0,
+    dtype="float32",
+    of_weights="float32",
+    steps=("both", "every"),
+    extra="",
+    stacks=(),
+    reverse=False,
+    unroll=1,
+    policy="nothing",
+    around="",
+    taken="forward",
+    outside=False,
+    specs=_SPECS,
+    rows=P("d"),
+    batch=2,
+    donated=False,
+)
+
+OFFLOADED_NOTHING = dataclasses.replace(
+    _SCAN, policy="offload dots", around="cond", taken="value and gradient"
+)
+"""An empty stack in the host's memory, which is exchanged for another dim."""
+
+FOUND_AND_LAID_OUT_ANEW = dataclasses.replace(
+    _SCAN, length=2, steps=("both", "down"), around="vmap"
+)
+"""Once the streams are found, layouts change, and nothing moves along one of them."""
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
@@ -29,35 +68,33 @@ from tests.random_scans import ScanCase, scans
     st.booleans(),
     st.booleans(),
 )
+@hypothesis.example(
+    case=OFFLOADED_NOTHING, way=None, work=False, within=True, compiled=True
+)
+@hypothesis.example(
+    case=FOUND_AND_LAID_OUT_ANEW, way=None, work=False, within=True, compiled=True
+)
 def test_random_scans_equal_the_plain_function(
     case: ScanCase, way: TransferForm | None, work: bool, within: bool, compiled: bool
 ) -> None:
-    """However transfers go, be they as small as here, and whatever work moves."""
+    """However transfers go, be they as small as here, and whatever work moves.
+
+    Nor do chunks of whatever moves change it, in loops that nobody asked for.
+    """
     case.count()
     expected = case.by(jax.jit)(*case.arguments())
     hypothesis.assume(largest(expected) <= case.exact)
-    f = case.by(functools.partial(jhost.jit, **case.settings()))
-    f = f if compiled else by_statements(f)
+    # Of two functions: a program of one is lowered once, whatever is patched later.
+    settled = functools.partial(jhost.jit, **case.settings())
+    f, again = case.by(settled), dataclasses.replace(case).by(settled)
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
     with sums.moving(way, work, within), no_latency:
-        result = f(*case.arguments())
-    chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
-    chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))
-
-
-@hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(scans())
-def test_random_scans_in_which_streams_are_found_equal_the_plain_function(
-    case: ScanCase,
-) -> None:
-    """Chunks of whatever moves, in loops that nobody asked for."""
-    expected = case.by(jax.jit)(*case.arguments())
-    hypothesis.assume(largest(expected) <= case.exact)
-    f = case.by(functools.partial(jhost.jit, **case.settings()))
+        moved = (f if compiled else by_statements(f))(*case.arguments())
     with finding.everywhere():
-        result = f(*case.arguments())
-    chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
-    chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))
+        found = again(*case.arguments())
+    for result in (moved, found):
+        chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+        chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))
 
 
 def as_numbers(tree: Any) -> Any:

@@ -23,33 +23,10 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jhost._ragged.forms import Form
-
-_DTYPES = {np.dtype(x) for x in (jnp.bfloat16, jnp.float16, np.float32)}
-_PRECISIONS = {
-    given: precision
-    for precision in (lax.Precision.DEFAULT, lax.Precision.HIGHEST)
-    for given in (precision.name.lower(), precision, (precision, precision))
-}
-"""Those in which Triton multiplies float32 as XLA does; narrower ones need none."""
+from jhost._ragged.operands import PRECISIONS
 
 _ROWS = _COLUMNS = 128
 _PARAMS = triton.CompilerParams(num_warps=4, num_stages=3)
-
-
-def can_multiply(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    *,
-    form: Form,
-    precision: Any,
-    preferred_element_type: DTypeLike | None,
-) -> bool:
-    """Whether there is a kernel for operands of these types."""
-    dtypes = {lhs.dtype, np.dtype(preferred_element_type or lhs.dtype)}
-    precise = lhs.dtype != np.float32 or precision in _PRECISIONS
-    sized = min(*lhs.shape, *rhs.shape, *sizes.shape) > 0
-    return dtypes <= _DTYPES and precise and sized
 
 
 def multiply(
@@ -64,7 +41,7 @@ def multiply(
 ) -> list[jax.Array]:
     """The one result, of what `can_multiply`."""
     how = _How(
-        precision=_PRECISIONS.get(precision, lax.Precision.DEFAULT),
+        precision=PRECISIONS.get(precision, lax.Precision.DEFAULT),
         dtype=preferred_element_type or lhs.dtype,
         interpret=interpret,
     )

@@ -13,10 +13,18 @@ from jax.typing import DTypeLike
 
 from jhost._jax import Kernels, def_jvp, def_transpose, define_primitive
 from jhost._ragged.forms import Form, product
-from jhost._ragged.kernels import can_multiply, multiply
+from jhost._ragged.operands import can_multiply
+
+
+def _multiply(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    # Here: Pallas takes 0.2 s to import, and only a program for GPUs needs it.
+    from jhost._ragged.kernels import multiply
+
+    return multiply(*operands, **params)
+
 
 ragged_dot_p = define_primitive(
-    "ragged_dot", product, kernels=Kernels(multiply, can_multiply)
+    "ragged_dot", product, kernels=Kernels(_multiply, can_multiply)
 )
 """`form`, and `precision` and `preferred_element_type` as in `jax.lax.ragged_dot`.
 

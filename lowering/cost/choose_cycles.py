@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from jhost._text import bytes_text
-from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import EachProgram
@@ -35,8 +35,11 @@ from jhost.lowering.schedule.movable_transfers import MovableTransfers, cycle_of
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 
-_GAIN = 0.995
+_GAIN = 0.998
 """A cycle's time must be below this share of the time without it."""
+
+_GAIN_OF_WORK = 0.995
+"""The same with late work, which takes longer to lower."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,6 +48,12 @@ class _Decision:
 
     moved: Cycle | Once
     gains: bool | None = None
+
+    @property
+    def most(self) -> float:
+        """What moves is worth it below this share of the time without it."""
+        works = isinstance(self.moved, Cycle) and self.moved.beside_work
+        return _GAIN_OF_WORK if works else _GAIN
 
     def is_of(self, moved: Cycle | Once) -> bool:
         """Whether it is about the same transfers, moved in the same way."""
@@ -134,16 +143,16 @@ class ChooseCycles(EachProgram):
         if not self.is_weighed(decision.moved):
             return True
         if decision.gains is None:
-            decision.gains = self.gains(program, other)
+            decision.gains = self.gains(program, other, decision.most)
         return decision.gains
 
-    def gains(self, program: Program, other: Program) -> bool:
-        """Whether the `other` program is predicted to take less time."""
+    def gains(self, program: Program, other: Program, most: float) -> bool:
+        """Whether the `other` program takes less than `most` of the predicted time."""
         # All transfers are put beside work, as a cycle wants them, instead of chosen
         # for both programs.  The choice took most of lowering: 30 of 40 s for four
         # layers with marks over two axes.
-        ordered = (Weighed(self.every.apply(each)) for each in (program, other))
-        return self.transfers.gains(*ordered, most=_GAIN)
+        ordered = map(self.every.apply, (program, other))
+        return self.transfers.gains(*ordered, most)
 
     def may_move_work(self, program: Program, cycle: Cycle) -> bool:
         """Whether late work is weighed, and could hide as much as it has to gain."""
@@ -153,7 +162,7 @@ class ChooseCycles(EachProgram):
         bounds = StreamBounds(rates, self.transfers.can_hide)
         hidden = sum(bounds.seconds(stmt, mesh) for stmt in cycle.beside_work)
         # Work that moves doubles the time of lowering where both programs are timed.
-        return cycle.scan.length * hidden > (1 - _GAIN) * bounds.work(program)
+        return cycle.scan.length * hidden > (1 - _GAIN_OF_WORK) * bounds.work(program)
 
     def is_weighed(self, moved: Cycle | Once) -> bool:
         if self.transfers.rates is None or self.transfers.pipeline != "auto":

@@ -98,28 +98,28 @@ class ChooseTransfers(EachProgram):
         if self.moves_work:
             other, moved = with_work_moved(program, can_hide)
         if not moved:
-            return self.in_order(program, can_hide).program
+            return self.in_order(program, can_hide)
         said = (_said_moved(program, each) for each in moved)
         other = dataclasses.replace(other, remarks=(*other.remarks, *said))
         ordered = self.in_order(other, can_hide)
         if self.may_weigh(moved):
             made = self.in_order(program, can_hide)
             if not self.gains(made, ordered, _GAIN_OF_WORK):
-                return made.program
-        return ordered.program
+                return made
+        return ordered
 
     def may_weigh(self, moved: Sequence[MovedWork]) -> bool:
         """Whether work moves only if that is predicted to gain."""
         axes = {axis for each in moved for axis in each.beside.axes}
         return self.pipeline == "auto" and not axes <= self.between
 
-    def in_order(self, program: Program, can_hide: IsOpen) -> Weighed:
+    def in_order(self, program: Program, can_hide: IsOpen) -> Program:
         """`program` with its transfers moved beside its work as that stands."""
         way_of = functools.partial(self.way, mesh=dict(program.mesh.shape))
         every = beside_work(program, can_hide)
         ways: dict[str, TransferForm] = {}
         notes: list[Note] = []
-        made = Weighed(program)
+        made = program
         for way, gathers in _TURNS:
             stmts = [
                 stmt
@@ -134,14 +134,13 @@ class ChooseTransfers(EachProgram):
             }
             # Weighed together with the kinds decided before: two transfers that share
             # one piece of work hide less than each would by itself.
-            other = Weighed(in_order(program, more))
+            other = in_order(program, more)
             if self.is_better(way, made, other):
                 ways, made = more, other
                 notes += _said(way, gathers, stmts)
-        if ways:
-            remarks = (*program.remarks, *notes)
-            made.program = dataclasses.replace(made.program, remarks=remarks)
-        return made
+        if not ways:
+            return program
+        return dataclasses.replace(made, remarks=(*program.remarks, *notes))
 
     def can_hide(self, stmt: Communicate, mesh: Mapping[str, int]) -> bool:
         """Whether a transfer may stand beside work outside of loops."""
@@ -175,38 +174,22 @@ class ChooseTransfers(EachProgram):
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
 
-    def is_better(self, way: TransferForm, made: Weighed, other: Weighed) -> bool:
+    def is_better(self, way: TransferForm, made: Program, other: Program) -> bool:
         """Whether to take the `other` program, which makes more transfers by `way`."""
         if way == "collective" or self.pipeline != "auto":
             return True
         return self.gains(made, other, _GAIN)
 
-    def gains(self, made: Weighed, other: Weighed, most: float) -> bool:
+    def gains(self, made: Program, other: Program, most: float) -> bool:
         """Whether the `other` program takes less than `most` of the time."""
+        return self.seconds(other) < most * self.seconds(made)
+
+    def seconds(self, program: Program) -> float:
+        """How long a program or a body takes."""
         assert self.rates is not None
-        seconds = functools.partial(Weighed.seconds, units=self.units, rates=self.rates)
-        return seconds(other) < most * seconds(made)
-
-
-class Weighed:
-    """A program, and how long it takes with collectives that run alone.
-
-    In bodies they do.  XLA issues each right before a matmul, and NCCL's kernels then
-    wait for the end of that matmul.  Four layers of Llama 8B with weights sharded over
-    two H100s took 48.4 ms, and the sum of computations and collectives is 48 ms.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.known: float | None = None
-
-    def seconds(self, units: Sequence[FollowingPass], rates: Rates) -> float:
-        if self.known is None:
-            program = self.program
-            for step in units:
-                program = step.apply(program)
-            self.known = predict(program, rates, in_body=True).total
-        return self.known
+        for step in self.units:
+            program = step.apply(program)
+        return predict(program, self.rates).total
 
 
 def _said(

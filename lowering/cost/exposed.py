@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.simulate import ends_of, predict_body
+from jhost.lowering.cost.simulate import ends_of, predict
 from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.program import Program
@@ -34,15 +34,12 @@ class TransferTime:
 
 
 @derived_with
-def transfer_times(
-    program: Program, rates: Rates, *, in_body: bool
-) -> Mapping[str, TransferTime]:
+def transfer_times(program: Program, rates: Rates) -> Mapping[str, TransferTime]:
     """The times of a program's own communications by name, without those in its bodies.
 
     A loop or branch with a body counts as computation for all of its time.
     """
-    inside = partial(predict_body, rates=rates)
-    tasks = unrolled(program, rates, inside, in_body=in_body)
+    tasks = unrolled(program, rates, partial(predict, rates=rates))
     spans = {
         number: _ExposedStretch(end - tasks[number].seconds, end)
         for number, end in ends_of(tasks).items()

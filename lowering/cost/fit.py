@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jhost.lowering.cost.rates import Link, Rates
 from jhost.lowering.ir.statements import CommunicationKind
@@ -240,6 +239,9 @@ def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, fl
     By least squares of relative errors.  Where larger amounts took no longer, the rate
     is the highest that was measured.
     """
+    # Here: it takes 0.1 to 0.3 s to import, and only a calibration needs it.
+    from scipy.optimize import nnls
+
     weights = 1 / np.asarray(seconds)
     sides = np.stack([weights, np.asarray(amounts) * weights], axis=1)
     # Bytes and ones differ by up to 1e9: unscaled, `nnls` loses one in rounding.

@@ -145,7 +145,8 @@ class _UnitKernels:
         Fusions are told apart by the reductions and contractions that must be complete
         before them, because these end a fusion.  XLA computes cheap values again where
         they are read.  It writes only values that end a fusion, that a contraction
-        reads, or that the unit returns.
+        reads, or that the unit returns.  What is filled with one number costs nothing:
+        nor do the stacks of a scan, which XLA fills too.
         """
         level: dict[int, int] = {}
         fusions: dict[int, list[int]] = {}
@@ -156,7 +157,7 @@ class _UnitKernels:
             reduces = unit_eqn.rule.contracts or unit_eqn.rule.reduces
             # A reduction is complete a level later, so its readers are another fusion.
             level |= dict.fromkeys(outs, own + reduces)
-            if id(eqn) not in self.heavy:
+            if id(eqn) not in self.heavy and not _is_filled(eqn):
                 written = [var for var in outs if reduces or var in self.wanted]
                 fusions.setdefault(own, []).extend(written)
         return [fusion for fusion in fusions.values() if fusion]
@@ -249,6 +250,13 @@ class _UnitKernels:
         # A slice of a slice may be larger than what that takes of the whole.
         parts = {v: min(n, sizes[v]) for v, n in read.items() if v in sizes}
         return {v: n for v, n in parts.items() if v not in whole} | written
+
+
+def _is_filled(eqn: JaxprEqn) -> bool:
+    """Whether all elements of its result are one number, which is known here."""
+    return eqn.primitive is lax.broadcast_in_dim_p and all(
+        isinstance(var, Literal) for var in eqn.invars
+    )
 
 
 def itemsize(var: Var) -> int:

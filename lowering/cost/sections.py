@@ -36,7 +36,6 @@ class Section:
     Attributes:
         program: the program, with its border laid out as in the whole.
         numbers: which of its marks are evaluated.
-        in_body: whether it stands in the body of a scan.
         in_pieces: the values that pass between layers in the chunks they are made in.
         carried: for each param that the layer before makes, the name of the result by
             which this layer makes it for the next one.
@@ -44,7 +43,6 @@ class Section:
 
     program: Program
     numbers: Sequence[int]
-    in_body: bool = False
     in_pieces: AbstractSet[str] = frozenset()
     carried: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -52,7 +50,6 @@ class Section:
     def how(self) -> dict[str, Any]:
         """How it stands in the whole, as arguments of `predict`."""
         return {
-            "in_body": self.in_body,
             "in_pieces": self.in_pieces,
             "carried": self.carried,
         }
@@ -109,7 +106,6 @@ class Sections:
         return Section(
             program=own,
             numbers=[n for n, m in enumerate(own.marks) if any(m is a for a in alike)],
-            in_body=holder > 0,
             in_pieces=_border(own) - _border(body),
             carried={} if layer is None else self.carried(holder, layer, own),
         )

@@ -54,6 +54,8 @@ class Task:
         copied: whether a copy engine moves them, and no kernel.
         between: whether they move between processes.
         exclusive: whether nothing computes beside this transfer.
+        unordered: whether XLA decides when this transfer starts.
+        taken: how many seconds longer the work beside it takes.
         copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
             in its place, when the array is read; None is no copy.
         inside: for a control flow statement, the prediction for its bodies.
@@ -71,17 +73,30 @@ class Task:
     copied: bool = False
     between: bool = False
     exclusive: bool = False
+    unordered: bool = False
+    taken: float = 0.0
     copy: Literal["cut", "put"] | None = None
     inside: Prediction | None = None
     name: str = ""
 
 
-_EXCLUSIVE = 0.25
-"""The share of an all-to-all outside of loops beside which nothing runs.
+_EXCLUSIVE: Mapping[ir.CommunicationKind, float] = {"AllToAll": 0.25, "AllReduce": 1.0}
+"""The share of a collective outside of loops beside which nothing runs.
 
-A layer of experts has four all-to-alls, forward and backward, and XLA ran three of them
-alone on two H100s.  With a share of a quarter, a backward behind a p2p forward is
-predicted to take 7.7 ms, and 6.5 ms with p2p as well.  Measured were 7.2 and 6.4 ms.
+XLA decides when the rest runs.  Measured on two H100s:
+
+- A layer of experts has four all-to-alls, forward and backward, and XLA ran three of
+  them alone.  With a share of a quarter, a backward behind a p2p forward is predicted
+  to take 7.7 ms, and 6.5 ms with p2p as well.  Measured were 7.2 and 6.4 ms.
+- Sums of gradients that take 6.0 ms made a step 6.0 ms longer.
+"""
+
+_TAKEN: Mapping[ir.CommunicationKind, float] = {"ReduceScatter": 0.6}
+"""How much longer the work beside a collective takes, as a share of its time.
+
+NCCL's kernels take multiprocessors and memory from the work beside them.  Options that
+hid 8 ms of gathers and scatters on two H100s made the work of a step 4 ms longer, and
+options that hid all-reduces on four H200s gained 0.5 ms of 102.
 """
 
 Predict: TypeAlias = Callable[[Program], Prediction]
@@ -93,7 +108,6 @@ def unrolled(
     rates: Rates,
     predict: Predict,
     *,
-    in_body: bool = False,
     in_pieces: AbstractSet[str] = frozenset(),
     carried: Mapping[str, str] | None = None,
 ) -> list[Task]:
@@ -102,7 +116,7 @@ def unrolled(
     With `carried` params, the program runs twice, and the second run reads its params
     from results of the first.
     """
-    walk = _Unrolled(program, rates, predict, in_body, in_pieces, carried or {})
+    walk = _Unrolled(program, rates, predict, in_pieces, carried or {})
     walk.run(program.body)
     if carried:
         walk.writers.carry(carried)
@@ -118,12 +132,11 @@ class _Unrolled(Machine):
         program: Program,
         rates: Rates,
         predict: Predict,
-        in_body: bool,
         in_pieces: AbstractSet[str],
         carried: Mapping[str, str],
     ) -> None:
         super().__init__(program.mesh.shape)
-        self.in_body = in_body
+        self.in_body = program.is_body
         self.predict = predict
         self.rates = rates
         self.mesh = self.ranks.sizes
@@ -139,7 +152,7 @@ class _Unrolled(Machine):
             self.writers,
             in_pieces=in_pieces | written_in_pieces(program),
             copied=taken_from_pieces(program)
-            | ({b.name for b in program.results} if in_body else set()),
+            | ({b.name for b in program.results} if program.is_body else set()),
         )
         self.sent = {
             stmt.source.name
@@ -300,13 +313,12 @@ class _Unrolled(Machine):
         received = received_bytes(kind, bytes_of(source), devices)
         link = self.rates.link(kind, axes)
         seconds = link.seconds(kind, received, devices)
-        in_loop = self.in_body or self.depth > 0
-        if kind == "AllToAll" and not in_loop and not link.beside_compute:
-            by_itself = _EXCLUSIVE * seconds
-            # XLA finds work to run beside the rest.
-            seconds -= by_itself
+        # A stream outside of loops has transfers that jhost issued early.
+        ordered = self.depth == 0 and not self.on_default_stream
+        share = 0.0 if link.beside_compute or ordered else self.exclusive_share(kind)
+        if 0 < share < 1:
             first = Task(
-                seconds=by_itself,
+                seconds=share * seconds,
                 host=0.0,
                 after=after,
                 transfer=True,
@@ -315,6 +327,7 @@ class _Unrolled(Machine):
             )
             self.add(first, [])
             after = frozenset({len(self.tasks) - 1})
+            seconds -= first.seconds
         task = Task(
             seconds=seconds,
             host=link.host,
@@ -326,15 +339,17 @@ class _Unrolled(Machine):
             network=link.network,
             copied=link.beside_compute,
             between=bool(between_processes(axes, self.rates.reach)),
-            # Outside of loops XLA finds work to run beside a collective, except beside
-            # sums: sums of gradients that take 6.0 ms made a step on two H100s 6.0 ms
-            # longer.  A stream outside of loops has transfers that jhost issued early.
-            exclusive=(in_loop or kind == "AllReduce")
-            and not link.beside_compute
-            and (self.depth > 0 or self.on_default_stream),
+            exclusive=share == 1,
+            unordered=share < 1 and not (link.beside_compute or ordered),
+            taken=_TAKEN.get(kind, 0.0) * seconds,
             name=stmt.name,
         )
         self.add(task, [stmt.out])
+
+    def exclusive_share(self, kind: ir.CommunicationKind) -> float:
+        """The share of a collective here beside which nothing runs."""
+        # In a body XLA does not move collectives far enough.
+        return 1.0 if self.in_body or self.depth else _EXCLUSIVE.get(kind, 0.0)
 
     def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
         self.writers.write(outs, len(self.tasks))

@@ -7,6 +7,7 @@ first read whole.  A read of exactly what was written gives the value that was w
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,12 @@ class Memory:
     def replace(self, value: Any) -> None:
         """Make `value` the whole contents."""
         self.base, self.pieces = value, []
+
+    def read_behind(self, behind: Callable[[Any], Any]) -> None:
+        """Have the pieces that are still to be put in place read as `behind` says."""
+        for piece in self.pieces:
+            if not piece.merged:
+                piece.value = behind(piece.value)
 
     def assemble(self) -> Any:
         """The whole contents as one array, of its dtype."""

@@ -34,7 +34,8 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
     """What the current device has in `stmt.out` when each has `x` in `stmt.source`."""
     axes, devices = stmt.axes, ranks.extent(stmt.axes)
     if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
-        return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
+        # Not new zeros: an offloaded value stays in the host's memory.
+        return x.reshape(_shape_after(stmt, x.shape, devices))
     if stmt.reducer is None and (carrier := _carrier(x.dtype)) != x.dtype:
         return communicate(stmt, x.astype(carrier), ranks, shift).astype(x.dtype)
     match stmt.kind:

@@ -19,6 +19,11 @@ class RunBody(Protocol):
     def __call__(self, body: Program, /, *args: Any) -> Sequence[Any]: ...
 
 
+def first_read(stmt: ir.ControlFlow) -> Sequence[ir.Buffer]:
+    """The operands without which nothing of `stmt` can run."""
+    return (stmt.index,) if isinstance(stmt, ir.Cond) else stmt.carry
+
+
 def call_control_flow(
     stmt: ir.ControlFlow, ins: Sequence[Any], run: RunBody
 ) -> Sequence[Any]:

@@ -88,6 +88,11 @@ class Order:
             fused = {id(value) for value in added}
             self.apart |= {id(out): (out, ()) for out in outs if id(out) not in fused}
 
+    def ran(self, outs: Sequence[Any]) -> None:
+        """A loop or a branch ran, whose first result stands for it."""
+        if self.active and outs:
+            self.chains[self.machine.current] = self.last_compute = (outs[0],)
+
     def worked(self, result: Any) -> None:
         """The result stands for work, beside which transfers may be under way."""
         if not self.active:
@@ -95,9 +100,10 @@ class Order:
 
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
         """`ins` of a step outside of loops, apart from what made or brought them."""
-        return list(ins) if self.active else [self._left(value) for value in ins]
+        return list(ins) if self.active else [self.left(value) for value in ins]
 
-    def _left(self, value: Any) -> Any:
+    def left(self, value: Any) -> Any:
+        """A value apart from what made it, or behind the work that it came beside."""
         value, behind = self.apart.get(id(value), (value, None))
         if behind is None:
             return value

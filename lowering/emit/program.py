@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jhost.lowering.emit.buffers import Memory, View
 from jhost.lowering.emit.collectives import communicate
-from jhost.lowering.emit.control_flow import call_control_flow
+from jhost.lowering.emit.control_flow import call_control_flow, first_read
 from jhost.lowering.emit.order import IssuedTransfer, Order
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.signs import (
@@ -129,6 +129,17 @@ class _Emitter(Views):
                 pass  # a loop's body comes stage by stage
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
+
+    def read(self, buffer: ir.Buffer) -> Any:
+        """The value of a buffer.
+
+        Parts that came are put in place behind the work beside their transfers, or XLA
+        would wait for the transfers before that work.
+        """
+        view = self.views[buffer.name]
+        if view.source is None and view.memory.received:
+            view.memory.read_behind(self.order.left)
+        return super().read(buffer)
 
     # --- Computation ---------------------------------------------------------- #
 
@@ -252,6 +263,11 @@ class _Emitter(Views):
             # With an order of its own: XLA schedules each body by itself.
             return _Emitter(body, self.scopes, sums_from_0=from_0).run(args)
 
-        values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)
+        first = first_read(stmt)
+        there = iter(self.order.before_compute([self.read(b) for b in first]))
+        tied_values = dict(zip((buffer.name for buffer in first), there, strict=True))
+        ins = [tied_values.get(b.name, self.read(b)) for b in stmt.ins]
+        values = call_control_flow(stmt, ins, run)
+        self.order.ran(values)
         for buffer, value in zip(stmt.outs, values, strict=True):
             self.write(buffer, value)

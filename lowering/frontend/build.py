@@ -92,6 +92,7 @@ def build(
         params=params,
         results=results,
         body=tuple(builder.body),
+        is_body=is_body,
         marks=tuple(builder.marks.values()),
         remarks=tuple(builder.remarks),
         display_names=builder.display_names,

@@ -65,6 +65,7 @@ class Graph(tuple[Node, ...]):
         """By value, the nodes that read it, in order."""
         readers: dict[str, list[int]] = {}
         for number, node in enumerate(self):
+            # Once each: an equation may read one value twice, as `x * x` does.
             for name in dict.fromkeys(buffer.name for buffer in node.reads):
                 readers.setdefault(name, []).append(number)
         return readers
@@ -184,6 +185,8 @@ class _Groups:
     A set of groups is an integer with a bit for each, the later ones higher.
     """
 
+    # A whole step has thousands of groups, and `|` of two integers is one operation.
+
     def __init__(self) -> None:
         self.members: list[list[Node]] = []
         self.group_of: list[int] = []  # of each node, in order
@@ -222,6 +225,7 @@ class _Groups:
         for other in _bits(needed):
             self.readers[other] |= 1 << group
             above |= self.upstream[other]
+        # Most nodes need nothing new, and the walk downstream is what takes time.
         if above & ~self.upstream[group]:
             for other in self.downstream(group):
                 self.upstream[other] |= above

@@ -159,6 +159,7 @@ def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
 def substituted(index: Index, values: Mapping[Index, Index]) -> Index:
     """`index` with other expressions for some of its loop indices and ranks."""
     match index:
+        # Built anew, so that what the new operands make constant is folded.
         case Binary(op=op, left=left, right=right):
             return _binary(op, substituted(left, values), substituted(right, values))
         case Listed(values=numbers, place=place):

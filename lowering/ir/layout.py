@@ -97,6 +97,7 @@ def spec_text(spec: Spec) -> str:
     """`spec` as a user would write it."""
 
     def entry(axes: tuple[str, ...] | None) -> str:
+        # JAX means by `None` that a dim is whole; a `Spec` means that it is left open.
         if axes is None:
             return "P.UNCONSTRAINED"
         if not axes:

@@ -98,8 +98,15 @@ class Operation:
         return self.taking and not self.forwards and self.like is None
 
     @property
+    def carries(self) -> bool:
+        """Whether a value enters a body that may hand it to the next iteration."""
+        enters = isinstance(self.stmt, ControlFlow) and self.forwards
+        return enters and not self.taking
+
+    @property
     def makes_any_part(self) -> bool:
         """Whether every device can make any part of its result without operands."""
+        # An iota, for example: each device begins to count at its own number.
         made = not self.ins and len(self.outs) == 1
         return made and None not in self.results[0] and self.pinned is None
 
@@ -182,6 +189,7 @@ def operand_maps(stmt: Compute) -> tuple[Dims, ...]:
     """The map of each operand of a computation of one equation."""
     (unit_eqn,) = stmt.unit.eqns
     invars, maps = unit_eqn.eqn.invars, unit_eqn.rule.operands
+    # By identity: the operands of an equation may be literals, which have no hash.
     by_var = dict(zip(map(id, invars), maps, strict=True))
     return tuple(by_var[id(var)] for var in stmt.unit.invars)
 

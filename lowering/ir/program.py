@@ -19,6 +19,7 @@ from jhost.lowering.ir.unit_printer import mesh_text
 class Program:
     """A whole function on `mesh`: `params` in, `results` out.
 
+    `is_body` says whether it is a body of control flow.
     `marks` are what the user asked for and no pass has taken up yet.
     `streamed` has the dims that pipelines will cut, by value, as planned before values
     had layouts (`layouts/hidden_dims.py`).
@@ -31,6 +32,7 @@ class Program:
     params: tuple[Buffer, ...]
     results: tuple[Buffer, ...]
     body: tuple[Stmt, ...]
+    is_body: bool = False
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
     # One mapping for all passes: what they make has the value's name and a word more.

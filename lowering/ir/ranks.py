@@ -28,6 +28,7 @@ class Ranks:
     @property
     def count(self) -> int:
         """The number of devices."""
+        # Of ints even for a mesh without axes, where NumPy would give the float 1.0.
         return int(np.prod(self.shape, dtype=int))
 
     def extent(self, axes: Sequence[str]) -> int:

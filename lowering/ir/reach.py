@@ -76,6 +76,7 @@ def laid_better(
     within = [axis for axis in reach if axis not in between_processes(reach, reach)]
     room = math.prod(mesh[axis] for axis in within)
     size = math.prod(mesh[axis] for axis in names)
+    # The other axes have to fill the rest of the process evenly.
     if size == 1 or room % size:
         return ""
     inner = {axis: mesh[axis] for axis in names}

@@ -6,7 +6,9 @@ import heapq
 import itertools
 from collections.abc import Container, Iterable, Iterator
 
+from jhost.lowering.ir.layout import used_axes
 from jhost.lowering.ir.operation import Assignment, Operation
+from jhost.lowering.layouts.activations import stays
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.solver import Solver
 from jhost.lowering.rules.dim_rule import factors_of
@@ -22,6 +24,9 @@ _RESTARTS = 8
 
 Each of them has to move at least this part (an eighth) of all bytes.
 """
+
+_LITTLE = 1024
+"""The part of all work (a 1024th) by which it may grow."""
 
 _DECISIONS = 2048
 """About how many operations restarts decide again; it bounds their time."""
@@ -137,6 +142,39 @@ def tried(
     return False
 
 
+# --- Activations that stay ------------------------------------------------------- #
+
+
+def with_activations_kept(solver: Solver, best: Decisions) -> Decisions:
+    """`best`, or better decisions in which activations stay over some mesh axes."""
+    for axis in _axes_of_activations(solver, best):
+        before = solver.preferences.snapshot()
+        other = improved(solver, solver.fixed_point_keeping(axis))
+        if _is_better(solver, other, best):
+            best = other
+        else:
+            solver.preferences.restore(before)
+    return best
+
+
+def _axes_of_activations(solver: Solver, made: Decisions) -> list[str]:
+    """The mesh axes over which activations move much, those that move most first."""
+    moved = dict.fromkeys(solver.mesh, 0)
+    for number, op in enumerate(solver.operations):
+        operand = solver.activations.get(op)
+        if operand is None:
+            continue
+        name, want = solver.effects.of(op, made.assignments[number]).wants[operand]
+        if want == made.layouts[name]:
+            continue  # most operands are where they are wanted
+        for axis in used_axes(made.layouts[name]):
+            if not stays(op, operand, made.assignments[number], made.layouts, axis):
+                moved[axis] += solver.costs.reshard(name, made.layouts[name], want).all
+    least = max(1, made.total.all // _RESTARTS)
+    axes = [axis for axis, size in moved.items() if size >= least]
+    return sorted(axes, key=lambda axis: -moved[axis])
+
+
 # --- From the start ---------------------------------------------------------------- #
 
 
@@ -165,11 +203,16 @@ def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> boo
     a program with all layouts changed surprises its user.  It may exchange weights, for
     example, instead of summing over the devices.
     """
+    return 2 * other.total.all <= best.total.all and _is_better(solver, other, best)
+
+
+def _is_better(solver: Solver, other: Decisions, best: Decisions) -> bool:
+    """Whether `other` costs less, with parameters as they are and hardly more work."""
     return (
-        2 * other.total.all <= best.total.all
-        and other.price.beats(best.price)
+        other.price.beats(best.price)
         and all(other.layouts[p.name] == best.layouts[p.name] for p in solver.params)
-        and other.flops <= best.flops
+        # Small reductions, such as the loss, may be repeated.
+        and other.flops <= best.flops + best.flops // _LITTLE
     )
 
 

@@ -1,8 +1,8 @@
 """Decide the layout of every value and the assignment of every operation.
 
 `solver.py` decides them together.  `improve.py` then changes decisions where the whole
-program receives fewer bytes: first single decisions, then all decisions that lead to
-one contraction.
+program receives fewer bytes: first single decisions, then all that move activations
+over a mesh axis, then all that lead to one contraction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from jhost.lowering.ir.operation import (
 )
 from jhost.lowering.layouts.flat_bodies import FlatBody, Flattened
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.improve import improved, restarted
+from jhost.lowering.layouts.improve import (
+    improved,
+    restarted,
+    with_activations_kept,
+)
 from jhost.lowering.layouts.solver import AssignmentRank, Solver
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
 
@@ -76,7 +80,8 @@ def solve_layouts(
         best = improved(solver, solver.starting_at(near.assignments))
     else:
         # Restarts come last: they have to beat what single decisions reach.
-        best = restarted(solver, improved(solver, solver.fixed_point()))
+        best = improved(solver, solver.fixed_point())
+        best = restarted(solver, with_activations_kept(solver, best))
     alternatives = [
         _alternatives(solver, op, assignment, best.layouts)
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)

@@ -9,8 +9,9 @@ it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir.layout import Layout, replicated
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
@@ -20,6 +21,11 @@ from jhost.lowering.ir.operation import (
     Operation,
     assignments_by,
     claims_of,
+)
+from jhost.lowering.layouts.activations import (
+    Activations,
+    activations_of,
+    stays,
 )
 from jhost.lowering.layouts.decisions import Decisions, WantedLayout
 from jhost.lowering.layouts.effects import AssignmentEffects
@@ -85,6 +91,8 @@ class Solver:
         self.preferences = Preferences(self.buffers, marks, self.mesh, barriers)
         self.effects = AssignmentEffects(self.preferences, self.costs)
         self.found: dict[Hashable, Assignment] = {}
+        self.kept: str | None = None
+        """A mesh axis over which activations stay while layouts are decided."""
         self.readers: dict[str, list[int]] = {}
         for number, op in enumerate(self.operations):
             for name in decided_by(op):
@@ -136,6 +144,20 @@ class Solver:
                 break
         return made
 
+    def fixed_point_keeping(self, axis: str) -> Decisions:
+        """The fixed point from a new start, with activations staying over an axis."""
+        self.kept = axis
+        self.preferences.restart()
+        try:
+            decided = self.fixed_point().in_order()
+        finally:
+            self.kept = None
+        return self.decided(decided)
+
+    @functools.cached_property
+    def activations(self) -> Activations:
+        return activations_of(self.operations)
+
     def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
         """The fixed point from a new start, with one operation's assignment given."""
         operations = self.operations
@@ -183,7 +205,7 @@ class Solver:
         op, moves = self.operations[number], made.known(number)
         layouts = [made.layouts[name] for name in decided_by(op)]
         # By the operation and not its number: a pinned operation is another one.
-        case = op, moves, self.preferences.about(op.outs), *layouts
+        case = op, moves, self.kept, self.preferences.about(op.outs), *layouts
         found = self.found.get(case)
         if found is None:
             found = self.found[case] = self.find_cheapest(op, made.layouts, moves)
@@ -202,7 +224,7 @@ class Solver:
         hiding bytes does not pay for a reduction that more devices repeat.
         """
         best: dict[int, tuple[AssignmentRank, Assignment]] = {}
-        for candidate in self.candidates(op, layouts):
+        for candidate in self.allowed(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
             # Only reductions are work that more devices should not repeat.
             shared = rank.shared if op.reduces else 0
@@ -213,6 +235,18 @@ class Solver:
         assert best, "the assignment to nobody always fits"
         shared = min(best, key=lambda shared: (best[shared][0].cost.all, shared))
         return best[shared][1]
+
+    def allowed(
+        self, op: Operation, layouts: Mapping[str, Layout]
+    ) -> Iterable[Assignment]:
+        """The candidates that keep its activation in place, if it is to be kept."""
+        candidates, axis = self.candidates(op, layouts), self.kept
+        operand = None if axis is None else self.activations.get(op)
+        if axis is None or operand is None:
+            return candidates
+        every = [*candidates]
+        staying = [c for c in every if stays(op, operand, c, layouts, axis)]
+        return staying or every
 
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]

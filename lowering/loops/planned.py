@@ -66,15 +66,17 @@ class PlannedStreams:
 def planned(program: Program, strict: bool) -> PlannedStreams:
     """What the streams of a straight-line program get.
 
-    A strict program refuses a stream that cannot get a loop; any other leaves it
-    unpipelined.
+    A strict program refuses a marked stream that cannot get a loop; any other leaves it
+    unpipelined.  A stream that jhost found is never refused: the user did not ask for
+    it, and layouts may change after it was found.
     """
     graph, plan = plan_program(program)
     mesh = dict(program.mesh.shape)
     if unmet := [*wishes_that_fail(graph, plan, mesh)]:
         return planned(without_wishes(program, unmet), strict)
     if strict:
-        check_marks(program, graph, plan, _that_are_on(stream_choices(program)))
+        asked = [mark for mark in stream_choices(program) if not mark.found]
+        check_marks(program, graph, plan, _that_are_on(asked))
     made = {stream: _choose(stream, graph, plan, mesh, strict) for stream in plan.marks}
     return PlannedStreams(program, graph, plan, made)
 
@@ -96,7 +98,7 @@ def _choose(
             mark, extent, graph, plan.participations_of(stream), mesh
         )
     except (errors.PipelineError, errors.ChunksError) as refusal:
-        if strict:
+        if strict and not mark.found:
             raise
         return off(errors.first_line(refusal))
 
@@ -177,6 +179,7 @@ def check_marks(
         *(
             f"axis={plan.marks[stream].dim} at {plan.marks[stream].where}: {reason}"
             for stream, reason in _without_work(graph, plan)
+            if not plan.marks[stream].found
         ),
     ]
     if offenders:

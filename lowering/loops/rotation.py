@@ -28,7 +28,6 @@ from fractions import Fraction
 from typing import TypeAlias
 
 import jax.numpy as jnp
-from scipy.cluster.hierarchy import DisjointSet
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
@@ -129,6 +128,9 @@ class _Rotations:
     """
 
     def __init__(self, program: Program) -> None:
+        # Here: it takes 0.1 s to import.
+        from scipy.cluster.hierarchy import DisjointSet
+
         self.ranks = Ranks(program.mesh.shape)
         self.same: DisjointSet = DisjointSet()
         self.uses: dict[ValueName, _Uses] = {}

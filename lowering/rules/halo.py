@@ -115,7 +115,7 @@ def _assembled(
     in_bytes = pieces[0].dtype == np.bool_ or bits(pieces[0].dtype) >= 8
     row = plan_row(places, lengths, size) if in_bytes else None
     if row is not None:
-        pairs = [(pieces[n], at) for n, at in row.places.items()]
+        pairs = [(pieces[n], at) for n, at in row.places]
         made = _side_by_side(pairs, pieces[0], dim, row.length)
         return _slice_at(made, here(row.starts), size, dim)
     # Selects, and no updates of one buffer: XLA fuses selects into what reads them.

@@ -188,7 +188,10 @@ def rev(eqn: JaxprEqn) -> DimRule:
 
 @rule("pad")
 def pad(eqn: JaxprEqn) -> DimRule:
-    """Padded dims are read with an offset; no element is read where padding is."""
+    """Padded dims are read with an offset; no element is read where padding is.
+
+    A dim that is mostly padding is whole in the operand, as in a concatenation.
+    """
     config, shape = eqn.params["padding_config"], shape_of(eqn.invars[0])
     padded = [dim for dim, widths in enumerate(config) if any(widths)]
     if not has_windows(eqn):
@@ -205,6 +208,12 @@ def pad(eqn: JaxprEqn) -> DimRule:
     }
     made = _one_operand(eqn, reads, others=[()])
     dims, _ = made.operands
+    small = {
+        dim
+        for dim, mapped in enumerate(dims)
+        if mapped and mapped.reads and _is_small_piece(shape[dim], result[dim])
+        if mapped.reads.dilation == 1
+    }
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         x, value = args
@@ -212,11 +221,21 @@ def pad(eqn: JaxprEqn) -> DimRule:
         for dim, mapped in enumerate(dims):
             if not is_whole(mapped, shard):
                 assert mapped is not None
-                x = window_of(x, dim, mapped, shard, value)
+                window = part_of_whole if dim in small else window_of
+                x = window(x, dim, mapped, shard, value)
                 widths[dim] = (0, 0, 0)
         return bind(eqn, [x, value], padding_config=tuple(widths))
 
-    return dataclasses.replace(made, rebind=rebind)
+    held = [None if dim in small else mapped for dim, mapped in enumerate(dims)]
+    return dataclasses.replace(made, operands=(tuple(held), ()), rebind=rebind)
+
+
+def _is_small_piece(size: int, total: int) -> bool:
+    """Whether a piece is up to a quarter of the result, so that operands come whole.
+
+    Only the devices of that quarter need any of it, and windows would send to all.
+    """
+    return 4 * size <= total
 
 
 # --- Concatenations --------------------------------------------------------------- #
@@ -244,9 +263,7 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
 
     pieces = [FactorDim(factor, reads=each) for each in reads]
     operands = [
-        # An operand of up to a quarter of the result is whole: only the devices of that
-        # quarter need any of it, and windows would send to all.
-        with_dim(piece if 4 * size > total else None)
+        with_dim(None if _is_small_piece(size, total) else piece)
         for piece, size in zip(pieces, sizes, strict=True)
     ]
     made = factors.rule(operands, [with_dim(FactorDim(factor))])

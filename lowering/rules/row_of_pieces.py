@@ -8,18 +8,20 @@ own window out of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowOfPieces:
-    """Where pieces stand in a row of `length` elements, from the first to the last.
+    """Where pieces stand in a row of `length` elements.
 
-    `starts` has the first element of each device's window.
+    `places` has pairs of a piece and its place, from the first to the last.  A piece
+    may stand on either side of another one, for different devices.  `starts` has the
+    first element of each device's window.
     """
 
     length: int
-    places: Mapping[int, int]
+    places: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
 
 
@@ -30,35 +32,52 @@ def plan_row(
 
     `places` has the place of each piece in each device's window.
     """
-    devices = range(len(places[0]))
-    users = [
-        {d for d in devices if -length < at[d] < size}
-        for at, length in zip(places, lengths, strict=True)
-    ]
-    found: dict[int, int] = {}
     starts: dict[int, int] = {}
-    left = [number for number, each in enumerate(users) if each]
-    while left:
-        # Next to a piece whose place is known, if there is one.
-        number = next((n for n in left if users[n] & starts.keys()), left[0])
-        left.remove(number)
+    found: set[tuple[int, int]] = set()
+    for number, users in _neighbours_first(places, lengths, size):
         at = places[number]
-        known = next(iter(users[number] & starts.keys()), None)
-        place = found[number] = 0 if known is None else starts[known] + at[known]
-        for device in users[number]:
-            if starts.setdefault(device, place - at[device]) != place - at[device]:
-                return None
+        known = [device for device in users if device in starts]
+        here = {starts[device] + at[device] for device in known} or {0}
+        found |= {(number, place) for place in here}
+        for device in users:
+            starts.setdefault(device, min(here) - at[device])
     first, last = (m(starts.values(), default=0) for m in (min, max))
     length = last - first + size
-    in_order = sorted(found, key=lambda number: found[number])
-    ends = [found[number] + lengths[number] for number in in_order]
-    overlaps = any(
-        found[behind] < end for behind, end in zip(in_order[1:], ends[:-1], strict=True)
-    )
-    if overlaps or length > 2 * size:
+    in_order = sorted(found, key=lambda each: each[1])
+    if length > 2 * size or _overlap(in_order, lengths):
         return None
     return RowOfPieces(
         length=length,
-        places={number: found[number] - first for number in in_order},
-        starts=tuple(starts.get(device, first) - first for device in devices),
+        places=tuple((number, place - first) for number, place in in_order),
+        starts=tuple(
+            starts.get(device, first) - first for device in range(len(places[0]))
+        ),
+    )
+
+
+def _neighbours_first(
+    places: Sequence[Sequence[int]], lengths: Sequence[int], size: int
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Pieces and the devices that use them: if possible, next to one that came before.
+
+    The longest comes first, because it is what most devices have.
+    """
+    left = {
+        number: users
+        for number, (at, length) in enumerate(zip(places, lengths, strict=True))
+        if (users := frozenset(d for d, n in enumerate(at) if -length < n < size))
+    }
+    placed: set[int] = set()
+    while left:
+        beside = [number for number in left if left[number] & placed]
+        number = max(beside or left, key=lambda number: lengths[number])
+        yield number, left[number]
+        placed |= left.pop(number)
+
+
+def _overlap(in_order: Sequence[tuple[int, int]], lengths: Sequence[int]) -> bool:
+    """Whether a piece of a row begins before the one ahead of it ends."""
+    pairs = zip(in_order[1:], in_order[:-1], strict=True)
+    return any(
+        place < before + lengths[number] for (_, place), (number, before) in pairs
     )

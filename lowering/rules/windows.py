@@ -117,16 +117,21 @@ def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> A
     return lax.dynamic_slice_in_dim(x, into, reads.reach(count), axis=dim)
 
 
-def part_of_whole(x: Any, dim: int, mapped: FactorDim, shard: Shard) -> Any:
-    """The window of the steps here, of a dim that every device has whole."""
+def part_of_whole(
+    x: Any, dim: int, mapped: FactorDim, shard: Shard, fill: Any = None
+) -> Any:
+    """The window of the steps here, of a dim that every device has whole.
+
+    `fill`, or else zero, stands where there is no element.
+    """
     reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
     assert reads.dilation == 1
     length = reads.window(count)
-    zero = lax.full((), 0, x.dtype)
+    value = lax.full((), 0, x.dtype) if fill is None else fill
     x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
     start = reads.start(first_step(shard, mapped.factor), count)
-    return slice_or_fill(x, dim, start, length, zero)
+    return slice_or_fill(x, dim, start, length, value)
 
 
 def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.derived import derived
-from jhost.lowering.ir.effects import Aliases, reads_writes
+from jhost.lowering.ir.effects import Aliases, reads_writes, written
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
@@ -174,9 +174,14 @@ class StatementBlocks:
         return views or numbers or _bytes(stmt.outs) <= _bytes(stmt.ins)
 
     def makes(self, number: int) -> int:
-        """The bytes that a block computes, or 0 if all that it computes is cheap."""
+        """The bytes that a block computes, or 0 if all that it computes is cheap.
+
+        A slice that is written into a stack takes no memory but the stack's own.
+        """
         stmt = self.all[number].stmt
-        if not isinstance(stmt, ir.Compute) or self.fuses(number):
+        if not isinstance(stmt, ir.Compute):
+            return 0
+        if all(_is_cheap(eqn) or _is_in_place(eqn) for eqn in stmt.unit.eqns):
             return 0
         return _bytes(stmt.outs)
 
@@ -278,6 +283,11 @@ def _is_cheap(eqn: ir.UnitEqn) -> bool:
     return not (whole or rule.picked or rule.updates)
 
 
+def _is_in_place(eqn: ir.UnitEqn) -> bool:
+    """Whether an equation writes a part of a value, as XLA does without a copy."""
+    return eqn.eqn.primitive.name == "dynamic_update_slice"
+
+
 def _bytes(buffers: Sequence[ir.Buffer]) -> int:
     return sum(map(bytes_of, buffers))
 
@@ -294,6 +304,22 @@ def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
         if not away:
             yield stmts
             stmts = []
+
+
+def before_readers(
+    parts: Sequence[ir.Stmt], body: Sequence[ir.Stmt]
+) -> Iterator[ir.Stmt]:
+    """`body` with each of some statements before the first block that reads it.
+
+    What is predicted to be one kernel has to stand together, as XLA fuses it.
+    """
+    left = [*parts]
+    for stmts in _cut(body):
+        read = {b.name for stmt in ir.walk(tuple(stmts)) for b in reads_writes(stmt)[0]}
+        here = [part for part in left if read & {b.name for b in written(part)}]
+        left = [part for part in left if part not in here]
+        yield from (*here, *stmts)
+    yield from left
 
 
 def contracts(stmts: Sequence[ir.Stmt]) -> bool:

@@ -47,10 +47,10 @@ class Early:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A sum or a product that is made an iteration late, with what is made of it.
+    """A sum, or products, made an iteration late, with what is made of these.
 
     Attributes:
-        stmts: the sum or the product, and the statements that read its result.
+        stmts: the sum or the products, and the statements that read their results.
         terms: its operands, which the body carries.
         little: whether some work stands behind a sum's terms in their own iteration.
         beside: the transfer that a product stands beside; a sum stands first instead.
@@ -65,7 +65,7 @@ class Late:
 
     @property
     def out(self) -> ir.Buffer:
-        """The result of the sum or the product."""
+        """The result of the sum or of the first product."""
         first = self.stmts[0]
         assert isinstance(first, ir.Communicate | ir.Compute)
         return first.out if isinstance(first, ir.Communicate) else first.outs[0]

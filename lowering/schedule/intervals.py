@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.transfers import larger_side
-from jhost.lowering.schedule.blocks import StatementBlocks
+from jhost.lowering.schedule.blocks import StatementBlock, StatementBlocks
 from jhost.lowering.schedule.held import held, holds_bodies
 
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
@@ -61,18 +61,45 @@ class TransferInterval:
 def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval]:
     """The intervals of gathers and sums, in the order of their readers."""
     found: dict[int, TransferInterval] = {}
+    stays = range(len(blocks.all))
     for number, stmt, reader, working in sorted(
         (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
     ):
-        behind, along = blocks.before(stmt)
-        # It may be made of what another moved transfer brings, and what can wait is
-        # made once that is there.  So it is issued behind the work beside the other.
-        made_of = found.keys() & (behind | blocks.waited_for(behind))
-        ready = max([*behind, *(found[number].issue for number in made_of)], default=-1)
+        issued = {number: each.issue for number, each in found.items()}
+        ready = ready_at(blocks, stmt, issued, stays)
         issue = next((work for work in working if work > ready), reader)
         if issue < reader:
+            _, along = blocks.before(stmt)
             found[number] = TransferInterval(stmt, ready, issue, reader, tuple(along))
     return sorted(found.values(), key=lambda each: each.reader)
+
+
+def hides(block: StatementBlock, stmt: ir.Communicate) -> bool:
+    """Whether a block is work that a transfer may stand beside.
+
+    Beside a loop stand sums alone: their terms are there anyway.  A gathered value
+    would take memory for all iterations.
+    """
+    return block.contracts if stmt.kind in GATHERING else block.works
+
+
+def ready_at(
+    blocks: StatementBlocks,
+    stmt: ir.Communicate,
+    issued: Mapping[int, int],
+    place: Sequence[int],
+) -> int:
+    """The place of the last block that a transfer comes behind, or -1 if there is none.
+
+    `place` has the place of each block.  `issued` has the works that other transfers
+    are issued before, by the blocks of these.
+    """
+    behind, _ = blocks.before(stmt)
+    # It may be made of what another moved transfer brings, and what can wait is made
+    # once that is there.  So it is issued behind the work beside the other.
+    made_of = issued.keys() & (behind | blocks.waited_for(behind))
+    works = (issued[number] for number in made_of)
+    return max((place[number] for number in (*behind, *works)), default=-1)
 
 
 _Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
@@ -80,18 +107,12 @@ _Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
 
 
 def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
-    # Loops count as work here: a sum under way needs no memory but its source, which is
-    # there anyway.
-    working = [number for number, block in enumerate(blocks.all) if block.works]
     for number, stmt in blocks.transfers():
         if stmt.kind in SUMS and is_open(stmt):
-            yield number, stmt, blocks.reader(number, stmt), working
+            yield number, stmt, blocks.reader(number, stmt), _working(blocks, stmt)
 
 
 def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
-    # No loops: behind a loop, the gathered value would take memory for all its
-    # iterations.
-    working = [number for number, block in enumerate(blocks.all) if block.contracts]
     found = [
         (number, stmt, blocks.reader(number, stmt))
         for number, stmt in blocks.transfers()
@@ -108,11 +129,17 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
         while sum(size for _, size in unread) + larger_side(stmt) > window:
             turn, _ = unread.pop(0)
         unread.append((reader, larger_side(stmt)))
+        working = _working(blocks, stmt)
         ahead = [work for work in working if work < reader][-_AHEAD:]
         ahead = [work for work in ahead if work >= turn]
         full = _last_full(there, number, sum(size for _, size in unread))
         # One work ahead in any case: else nothing would hide it.
         yield number, stmt, reader, [w for w in ahead if w > full] or ahead[-1:]
+
+
+def _working(blocks: StatementBlocks, stmt: ir.Communicate) -> list[int]:
+    """The works that a transfer may stand beside."""
+    return [number for number, block in enumerate(blocks.all) if hides(block, stmt)]
 
 
 def _last_full(there: Sequence[int], before: int, gathered: int) -> int:

@@ -23,7 +23,13 @@ from jhost.lowering.schedule.blocks import (
     blocks_of,
     work_of,
 )
-from jhost.lowering.schedule.intervals import GATHERING, SUMS, IsOpen
+from jhost.lowering.schedule.intervals import (
+    GATHERING,
+    SUMS,
+    IsOpen,
+    hides,
+    ready_at,
+)
 
 _PAST = 8
 """A product moves past at most so many works."""
@@ -114,20 +120,13 @@ class WorkOrder:
     # --- Windows -------------------------------------------------------------- #
 
     def window(self, number: int) -> _BesideTransfer:
-        """The window of a transfer as the order is; as `intervals.py` has it."""
-        stmt = self.open[number]
-        behind, _ = self.blocks.before(stmt)
-        made_of = self.windows.keys() & (behind | self.blocks.waited_for(behind))
-        issued = (self.windows[each].works[0] for each in made_of)
-        ready = max((self.place[each] for each in (*behind, *issued)), default=-1)
-        reader = self.reader(number)
+        """The window of a transfer as the order is."""
+        stmt, blocks = self.open[number], self.blocks
+        issued = {each: window.works[0] for each, window in self.windows.items()}
+        ready, reader = ready_at(blocks, stmt, issued, self.place), self.reader(number)
         inside = self.order[ready + 1 : self.place[reader]]
-        return _BesideTransfer(stmt, reader, [n for n in inside if self.hides(n, stmt)])
-
-    def hides(self, number: int, stmt: ir.Communicate) -> bool:
-        """Whether a block is work that a transfer may stand beside."""
-        block = self.blocks.all[number]
-        return block.contracts if stmt.kind in GATHERING else block.works
+        works = [each for each in inside if hides(blocks.all[each], stmt)]
+        return _BesideTransfer(stmt, reader, works)
 
     def reader(self, number: int) -> int:
         """The first block behind a transfer that reads it and cannot wait."""

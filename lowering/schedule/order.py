@@ -15,7 +15,9 @@ processes have to write the same program.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
   next work, and waited for when the window has no room for the next terms.  Behind the
   last work little hides it.  The window is smaller there, and has to have room for any
-  large value that is made.
+  large value that is made.  Permutes end soon, and hold what they bring beside the
+  terms.  So they are also waited for where they would add to the most that the program
+  holds.
 - A transfer is waited for before the first work that reads it.  Cheap readers wait with
   it.  Earlier collectives over the same devices are waited for at the same place: they
   run in order, so they have ended by then.
@@ -35,9 +37,11 @@ without any communication.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, TRANSFERS, on_own, on_stream
 from jhost.lowering.schedule.blocks import (
@@ -46,6 +50,7 @@ from jhost.lowering.schedule.blocks import (
     communication_of,
     has_moved,
 )
+from jhost.lowering.schedule.held import held
 from jhost.lowering.schedule.intervals import (
     GATHERING,
     SUMS,
@@ -62,11 +67,13 @@ from jhost.lowering.schedule.scheduled_transfer import (
     waits_of,
 )
 
-_WINDOW = 5
+_WINDOW: Mapping[TransferForm, int] = {"permutes": 3, "collective": 5}
 """Sums under way take at most so many times the bytes of the largest sum's terms.
 
-There is room for two all-reduces as permutes, which bring as much as they send, and for
-three reduce-scatters over two devices.
+As permutes there is room for one all-reduce, which brings as much as it sends, and for
+two reduce-scatters over two devices: a copy ends beside the next work.  Collectives
+start later, and a network is slower.  There is room for five all-reduces, which work in
+place, and for three reduce-scatters.
 """
 
 _LAST_WINDOW = 2
@@ -122,6 +129,10 @@ class _Walk:
         """The bytes of the largest sum's terms."""
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
+        copied = any(t.sums and t.way == "permutes" for t in self.transfers.values())
+        self.there = held(self.blocks) if copied else []
+        """The bytes that the program holds at each block as it is."""
+        self.most = max(self.there, default=0)
         self.sums: list[list[ScheduledTransfer]] = []
         """Sums under way: those issued at one time are one list."""
         self.again: list[ScheduledTransfer] = []
@@ -154,7 +165,7 @@ class _Walk:
         # While gathers are under way, work stands on a stream too.  Tokens then tell
         # XLA before which work to issue a gather, and behind which to wait for it.
         beside = waited or any(not t.sums for t in self.under_way())
-        ordered = block.contracts or (waited and number > self.last_work)
+        ordered = block.contracts or (waited and self.stays_behind(number))
         if has_moved(block) and self.under_way():
             self.body += _behind_transfers(block.stmts)
         else:
@@ -195,25 +206,46 @@ class _Walk:
             self.seen.add(number)
             self.body += self.blocks.all[number].stmts
 
+    def stays_behind(self, number: int) -> bool:
+        """Whether a block that needs room, and is no product, comes once it has it."""
+        is_body = isinstance(self.blocks.all[number].stmt, CONTROL_FLOW)
+        return is_body or number > self.last_work
+
     def make_room(self, number: int) -> bool:
-        """Wait for the first sums, if the window has no room for what a block makes.
+        """Wait for the first sums, as long as there is no room for what a block makes.
 
         Returns:
             Whether it waited.
         """
+        waited = not self.has_room(number)
+        if waited:
+            self.round()
+        while self.sums and self.adds_to_most(number):
+            self.round()
+            waited = True
+        return waited
+
+    def has_room(self, number: int) -> bool:
+        """Whether the window of sums has room for what a block makes."""
         made = sum(
             each.held
             for each in self.to_come
             if each.sums and each.interval.ready == number
         )
-        window = _WINDOW * self.largest
+        window = self.largest * min(
+            (_WINDOW[each.way] for sums in self.sums for each in sums), default=0
+        )
         if number > self.last_work:
             made, window = self.blocks.makes(number), _LAST_WINDOW * self.largest
         # Only for the first sums: the sums issued last have had no work beside them.
-        if not (made and self.sums and made + self.held > window):
+        return not (made and self.sums and made + self.held > window)
+
+    def adds_to_most(self, number: int) -> bool:
+        """Whether permutes under way add to the most that the program holds."""
+        if not self.there:
             return False
-        self.round()
-        return True
+        under_way = [*itertools.chain(*self.sums), *self.again]
+        return self.there[number] + sum(t.added for t in under_way) > self.most
 
     @property
     def held(self) -> int:
@@ -222,6 +254,7 @@ class _Walk:
     def round(self) -> None:
         """Wait for the first sums under way, and issue their next round."""
         first = self.sums.pop(0)
+        self.end([*self.ended_before(first)])
         self.moves(*waits_of(first), *ends_of(first))
         if left := self.round_over(first):
             self.moves(*sends_of(left))
@@ -243,7 +276,7 @@ class _Walk:
         if not transfers:
             return
         assert not any(each in self.to_come for each in transfers)
-        transfers = [*transfers, *self.ended_before(transfers)]
+        transfers = self.in_turn([*transfers, *self.ended_before(transfers)])
         rest = ([t for t in sums if t not in transfers] for sums in self.sums)
         self.sums = [sums for sums in rest if sums]
         self.again = [each for each in self.again if each not in transfers]
@@ -267,6 +300,13 @@ class _Walk:
                 axes.add(each.interval.stmt.axes)
             elif each.interval.stmt.axes in axes:
                 yield each
+
+    def in_turn(
+        self, transfers: Sequence[ScheduledTransfer]
+    ) -> list[ScheduledTransfer]:
+        """Transfers, with those that run in order in the order of their issue."""
+        copied = [each for each in transfers if each not in self.queue]
+        return [*copied, *(each for each in self.queue if each in transfers)]
 
     def round_over(
         self, transfers: Sequence[ScheduledTransfer]
@@ -304,7 +344,7 @@ def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
 
 def _on_own(block: StatementBlock) -> Sequence[ir.Stmt]:
     """A block of the main stream, on the stream for work that has an order."""
-    if not isinstance(block.stmt, ir.Compute):
+    if not isinstance(block.stmt, (ir.Compute, *CONTROL_FLOW)):
         return block.stmts  # loops have streams already
     return on_own(block.stmts)
 

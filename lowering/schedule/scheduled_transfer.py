@@ -38,6 +38,18 @@ class ScheduledTransfer:
         sent = (s for s in self.rounds[0].sends if isinstance(s, ir.Communicate))
         return self.interval.bytes + sum(bytes_of(stmt.out) for stmt in sent)
 
+    @property
+    def added(self) -> int:
+        """The bytes that a sum by permutes holds under way, beyond those of its result.
+
+        XLA copies the parts of the terms that are sent.
+        """
+        if self.way != "permutes":
+            return 0
+        sends = self.rounds[0].sends
+        parts = sum(bytes_of(s.out) for s in sends if isinstance(s, ir.Select))
+        return self.held + parts - bytes_of(self.interval.stmt.out)
+
 
 def rounds_of(
     stmt: ir.Communicate, ways: Mapping[str, TransferForm], permutes: Permutes

@@ -18,6 +18,7 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.schedule.blocks import before_readers, contracts
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle, Late
 from jhost.lowering.schedule.stacks import Stacks, fresh
@@ -216,9 +217,12 @@ class _Writer:
     ) -> _Carried:
         """The work of an iteration, some of the one before, and what it stacks."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
+        begin = len(self.body)
+        slices = self.read(self.core, count)
+        core = len(self.body)
         known = {
             **self.consts,
-            **self.read(self.core, count),
+            **slices,
             **{p.name: b for p, b in zip(self.carried, state.carry, strict=True)},
             **dict(zip(gathers, state.came, strict=True)),
         }
@@ -227,6 +231,7 @@ class _Writer:
             work = [each for each in late if each.before is stmt]
             state = self.made_late(work, state, count, beside=True)
             self.body.append(copy)
+        self.body[begin:] = before_readers(self.body[begin:core], self.body[core:])
         made = known | made
         stacks = dict(state.stacks)
         for result, y in zip(self.results, self.scan.ys, strict=True):
@@ -257,8 +262,10 @@ class _Writer:
             sums = {p.name: b for p, b in zip(self.carried, carry, strict=True)}
             known = {**self.consts, **slices, **sums, **state.terms}
             copies, made = self.copied(each.stmts, known)
-            # XLA keeps the place of work among others only where streams have it.
-            self.body += [*on_own(copies[:1]), *copies[1:]] if beside else copies
+            for copy in copies:
+                # XLA keeps the place of work among others only where streams have it.
+                of_its_own = beside and contracts([copy])
+                self.body += on_own([copy]) if of_its_own else [copy]
             ends = zip(self.ends, carry, strict=True)
             carry = tuple(made.get(end.name, value) for end, value in ends)
             for result, y in zip(self.results, self.scan.ys, strict=True):

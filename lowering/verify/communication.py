@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.layout import swapped
+from jhost.lowering.ir.queues import TRANSFERS
 from jhost.lowering.ir.statements import (
     Communicate,
     CommunicationKind,
@@ -49,7 +50,9 @@ def check_communicate(state: State, stmt: Communicate) -> None:
     if stmt.shift is None:
         _check_spread(state, stmt)
     out = state.write(stmt.out, shape)
-    _issue(state, stmt.name, InFlight((source,), (out,)))
+    in_row = stmt.shift is None and state.current == state.stream_key(TRANSFERS)
+    row = stmt.axes if in_row else ()
+    _issue(state, stmt.name, InFlight((source,), (out,), row))
 
 
 def _check_fields(state: State, stmt: Communicate) -> None:
@@ -187,5 +190,13 @@ def check_wait(state: State, stmt: Wait) -> None:
             "a communication in flight",
             stmt.communication,
             "every communication is waited for exactly once",
+        )
+    row = state.in_flight[stmt.communication].row
+    first = next(n for n, each in state.in_flight.items() if each.row == row)
+    if row and first != stmt.communication:
+        state.fail(
+            f"a Wait({first}) before",
+            f"a Wait({stmt.communication}), which was issued later",
+            "collectives over the same devices end in the order of their issue",
         )
     del state.in_flight[stmt.communication]

@@ -44,8 +44,6 @@ def verify(
     program: Program,
     after: str = "",
     types: TypesOfUnits | None = None,
-    *,
-    is_body: bool = False,
 ) -> None:
     """Check `program`, the result of the pass named `after`.
 
@@ -58,7 +56,7 @@ def verify(
     """
     state = State(program, after, {} if types is None else types)
     try:
-        if not is_body:
+        if not program.is_body:
             _check_ends(state)
         for param in program.params:
             state.define(param, param.shape, Root(name=param.name, is_param=True))
@@ -114,7 +112,7 @@ def _verify_body(body: Program, state: State) -> None:
     """Check a body once: what it is given is checked where it stands."""
     # Most passes leave most bodies as they are, and these are verified once in all.
     if _verify_body not in body.derived:
-        verify(body, state.after, state.types, is_body=True)
+        verify(body, state.after, state.types)
         body.derived[_verify_body] = True
 
 

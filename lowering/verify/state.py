@@ -69,6 +69,9 @@ class InFlight:
 
     reads: tuple[KnownBuffer, ...]
     writes: tuple[KnownBuffer, ...]
+    row: tuple[str, ...] = ()
+    """The axes of a collective that runs in order with others over them, outside of
+    loops."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -22,7 +22,7 @@ MakeMesh = Callable[..., Mesh]
 
 def array(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.array(values.astype(dtype))
+    return jax.device_put(values.astype(dtype))
 
 
 def operands(dtype: Any = np.float32) -> list[jax.Array]:

@@ -52,7 +52,7 @@ def spec_of(mesh: Mesh) -> P:
 
 def tokens(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     values = np.random.default_rng(9).standard_normal(shape or TOKENS)
-    return jnp.array(values, dtype)
+    return jax.device_put(values.astype(dtype))
 
 
 def call(layer: Any, x: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ def operands(queries: int, keys: int, batch: int = BATCH) -> list[jax.Array]:
     """Queries, keys, values, and a cotangent."""
     shapes = (queries, HEADS), (keys, SHARED), (keys, SHARED), (queries, HEADS)
     return [
-        jnp.array(array(batch, *shape, SIZE, seed=seed))
+        jax.device_put(array(batch, *shape, SIZE, seed=seed))
         for seed, shape in enumerate(shapes)
     ]
 

@@ -354,7 +354,8 @@ def _combined(
 
 def _concrete(value: Any) -> Any:
     """A NumPy array, of which NumPy makes parts without compiling; keys stay."""
-    return value if _are_keys(value) else np.asarray(jnp.array(value))
+    # Not by `jnp.array`, which has XLA compile a copy for each shape (0.10 to 0.12).
+    return value if _are_keys(value) else np.asarray(value, jnp.result_type(value))
 
 
 def _are_keys(value: Any) -> bool:

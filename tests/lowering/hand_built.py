@@ -73,6 +73,7 @@ def program(
     results: Sequence[Buffer],
     *body: Stmt,
     name: str = "f",
+    is_body: bool = False,
 ) -> Program:
     return Program(
         name=name,
@@ -80,6 +81,7 @@ def program(
         params=tuple(params),
         results=tuple(results),
         body=body,
+        is_body=is_body,
     )
 
 

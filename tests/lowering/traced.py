@@ -110,8 +110,8 @@ def by_statements(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def array(*shape: int, seed: int = 0) -> jax.Array:
     """Small integers as float32: sums and products of them are exact."""
-    # `jnp.asarray` of a NumPy array has XLA compile a program for each shape (0.12).
-    return jnp.array(integers(*shape, seed=seed))
+    # `jnp.array` has XLA compile a program for each shape (JAX 0.10 to 0.12).
+    return jax.device_put(integers(*shape, seed=seed))
 
 
 def built(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Generic, TypeVar
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 T = TypeVar("T", bound=Hashable)
 
@@ -84,6 +82,10 @@ def _needed(
 
 def _behind_least_cut(edges: Mapping[tuple[int, int], int], size: int) -> set[int]:
     """The nodes on the sink's side of the least cut that is nearest to it."""
+    # Here: both take 0.2 s to import, and programs without gradients need neither.
+    from scipy import sparse
+    from scipy.sparse import csgraph
+
     places = np.array(list(edges), np.int32).reshape(-1, 2).T
     capacities = np.array(list(edges.values()), np.int32)
     graph = sparse.csr_array((capacities, tuple(places)), shape=(size, size))

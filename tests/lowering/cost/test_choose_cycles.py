@@ -47,7 +47,7 @@ def test_candidates_decide_once_for_a_scan(
 ) -> None:
     asked: list[Program] = []
 
-    def decided(self: ChooseCycles, program: Program, other: Program) -> bool:
+    def decided(self: ChooseCycles, program: Program, *_: object) -> bool:
         asked.append(program)
         return gains
 

@@ -19,8 +19,8 @@ import jhost
 from jhost._text import seconds_text
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
-from jhost.lowering.cost.simulate import predict
-from jhost.lowering.cost.tasks import unrolled
+from jhost.lowering.cost.simulate import ends_of, predict
+from jhost.lowering.cost.tasks import Task, unrolled
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.statements import CommunicationKind, Compute
@@ -248,11 +248,74 @@ def test_what_goes_over_the_network_takes_no_turns_with_permutes() -> None:
         return jhost.shard(x, P()), jhost.shard(y, P())
 
     program = lowered(f, (8, 4), (8, 4), dp=2, tp=2)
+    beside = dataclasses.replace(
+        RATES, collective=LINK, network=dataclasses.replace(LINK, network=True)
+    )
 
-    def moved(reach: Mapping[str, Reach]) -> float:
-        return predict(program, dataclasses.replace(RATES, reach=reach)).total
+    def moved(rates: Rates, reach: Mapping[str, Reach]) -> float:
+        return predict(program, dataclasses.replace(rates, reach=reach)).total
 
-    assert moved({}) == moved({"dp": "host"}) > moved({"dp": "hosts"})
+    same = moved(beside, {"dp": "host"})
+    assert moved(beside, {}) == same > moved(beside, {"dp": "hosts"})
+    # Of NCCL's kernels XLA has one under way at a time.
+    assert moved(RATES, {}) == moved(RATES, {"dp": "hosts"})
+
+
+# --- Transfers that XLA orders ------------------------------------------------------ #
+
+
+def work(seconds: float, *after: int) -> Task:
+    return Task(seconds=seconds, host=0, after=frozenset(after))
+
+
+def moved(seconds: float, *after: int) -> Task:
+    return dataclasses.replace(work(seconds, *after), transfer=True, unordered=True)
+
+
+def end_of(*tasks: Task) -> float:
+    return max(ends_of(tasks).values())
+
+
+@pytest.mark.parametrize(("between", "exposed"), [(0, 10), (8, 2), (12, 0)])
+def test_a_transfer_starts_behind_the_kernel_that_it_is_issued_with(
+    between: float, exposed: float
+) -> None:
+    """So nothing hides it, if its reader is the next kernel."""
+    tasks = moved(1), moved(10), work(20, 0), work(between, 2), work(5, 1, 3)
+    assert end_of(*tasks) == 1 + 20 + between + exposed + 5
+
+
+def test_what_has_only_just_been_made_is_sent_before_the_next_kernel() -> None:
+    assert end_of(work(20), moved(10, 0), work(15)) == 20 + 15
+
+
+def test_one_transfer_is_under_way_and_the_first_that_is_read_comes_first() -> None:
+    tasks = moved(10), moved(10), work(20, 1), work(5, 0, 2)
+    ends = ends_of(tasks)
+    assert ends[1] == 10
+    # The other one is issued once this has ended, with the kernel that reads this.
+    assert ends[0] == 10 + 20 + 10
+
+
+def test_nothing_is_computed_while_the_first_kernel_waits_for_its_operand() -> None:
+    assert end_of(moved(10), work(20, 0)) == 10 + 20
+
+
+@given(st.data())
+def test_no_task_ends_before_what_it_waits_for(data: Any) -> None:
+    """And the whole takes at least as long as its kernels, at most as all tasks."""
+    tasks = list[Task]()
+    for number in range(data.draw(st.integers(1, 12))):
+        before = st.sets(st.integers(0, number - 1)) if number else st.just(set[int]())
+        make = data.draw(st.sampled_from([work, moved]))
+        seconds = data.draw(st.integers(0, 9))
+        tasks.append(make(seconds, *data.draw(before)))
+    ends = ends_of(tasks)
+    for number, task in enumerate(tasks):
+        started = ends[number] - task.seconds
+        assert all(ends[before] <= started for before in task.after)
+    least = sum(task.seconds for task in tasks if not task.transfer)
+    assert least <= max(ends.values()) <= sum(task.seconds for task in tasks)
 
 
 # --- Rates -------------------------------------------------------------------------- #

@@ -28,6 +28,7 @@ from jhost.lowering.ir.statements import (
     Set,
     SetCurrentStream,
     Stmt,
+    Stream,
     Synchronize,
     Unit,
     UnitEqn,
@@ -398,6 +399,48 @@ def test_what_stands_behind_a_wait_comes_after_the_communication() -> None:
     barrier = named["optimization_barrier"]
     assert named["all_gather"].outvars[0] in barrier.invars
     assert named["sin"].invars[0] in barrier.outvars
+
+
+def test_a_part_that_came_is_put_in_place_behind_the_work_beside_its_transfer() -> None:
+    """Else XLA would wait for the transfer before that work."""
+    own, moves = Stream(name="own"), Stream(name="moves")
+    x, w = buffer("x: f32[1@tp, 8]"), buffer("w: f32[8, 2]")
+    g, g_0, g_1 = (
+        buffer("g: f32[2, 8]"),
+        buffer("g_0: f32[1, 8]"),
+        buffer("g_1: f32[1, 8]"),
+    )
+    v, y = buffer("v: f32[8, 2]"), buffer("y: f32[2, 2]")
+    body = (
+        GetCurrentStream(stream=MAIN),
+        SetCurrentStream(stream=own),
+        Synchronize(stream=MAIN),
+        SetCurrentStream(stream=moves),
+        Synchronize(stream=own),
+        Allocate(buffer=g),
+        select(g_0, g, 0, 0),
+        Set(out=g_0, source=x),
+        select(g_1, g, 0, 1),
+        communicate("CollectivePermute", g_1, x, shift=1),
+        SetCurrentStream(stream=own),
+        Synchronize(stream=moves),
+        compute(jnp.sin, (w,), (v,)),
+        SetCurrentStream(stream=moves),
+        Wait(communication="c"),
+        SetCurrentStream(stream=own),
+        Synchronize(stream=moves),
+        compute(jnp.matmul, (g, w), (y,)),
+        SetCurrentStream(stream=MAIN),
+        Synchronize(stream=own),
+    )
+    mesh = mesh_of(tp=2)
+    host_ir = program(mesh, (x, w), (y, v), *body)
+    found = equations(host_ir, mesh, integers(2, 8), integers(8, 2))
+    (came,) = (e.outvars[0] for e in found if e.primitive.name == "ppermute")
+    (worked,) = (e.outvars[0] for e in found if e.primitive.name == "sin")
+    readers = [e for e in found if came in e.invars]
+    assert {e.primitive.name for e in readers} == {"optimization_barrier"}
+    assert any(worked in e.invars for e in readers)
 
 
 def test_the_stream_that_synchronizes_goes_on_after_the_other() -> None:

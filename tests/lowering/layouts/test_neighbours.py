@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Communicate
+from jhost.lowering.ir.statements import Communicate, Compute
 from tests.lowering.hand_built import integers, mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of, tp
 from tests.lowering.traced import interpreted
@@ -133,7 +133,7 @@ def test_the_gradient_of_a_kernel_is_a_sum_over_devices() -> None:
         return jax.vjp(conv, x, kernel)[1](given)
 
     shapes = (2, 64, 6), (4, 6, 6), (2, 64, 6)
-    args = [jnp.array(integers(*shape), jnp.float32) for shape in shapes]
+    args = [integers(*shape) for shape in shapes]
     ins = SEQUENCE, P(), SEQUENCE
     program = exact(gradients, *args, **tp(4, ins, (SEQUENCE, P())))
     # Positions before a device's own for the kernel's, and behind them for the other.
@@ -184,7 +184,7 @@ def test_a_maximum_hands_back_to_its_own_part(
     def back(x: Array, given: Array) -> Array:
         return jax.vjp(pool, x)[1](given)[0]
 
-    x, given = (jnp.array(integers(3, n, 2), jnp.float32) for n in (32, 16))
+    x, given = (integers(3, n, 2) for n in (32, 16))
     program = exact(back, x, given, **tp(4, (SEQUENCE, SEQUENCE), SEQUENCE))
     assert received(program) == edges * 3 * 2
 
@@ -196,7 +196,7 @@ def test_a_difference_goes_back_to_neighbours() -> None:
     def loss(x: Array) -> Array:
         return ((x[1:] - x[:-1]) ** 2).sum()
 
-    x = jnp.array(integers(16, 3), jnp.float32)
+    x = integers(16, 3)
     program = exact(jax.grad(loss), x, **tp(4, (ROWS,), ROWS))
     assert received(program) == 2 * 3
 
@@ -214,6 +214,19 @@ def test_a_scan_moves_one_row_an_iteration() -> None:
 def test_a_small_slice_is_the_sum_of_what_each_device_has() -> None:
     program = exact(lambda x: x[5:7] * 2, integers(16, 3), **tp(4, (ROWS,), P()))
     assert communications(program) == ["AllReduce tp sum"]
+
+
+def test_a_row_that_is_mostly_padding_is_made_in_parts() -> None:
+    """The gradient of a slice, added to another one: no device has all rows."""
+
+    def f(x: Array) -> Array:
+        first = jnp.pad(x[2:5], ((3, 10), (0, 0)), constant_values=7)
+        return x + jnp.flip(first[:8], 0).sum() + first
+
+    program = exact(f, integers(16, 3), **tp(4, (ROWS,), ROWS))
+    computed = [s for s in statements(program) if isinstance(s, Compute)]
+    shapes = [out.shape for stmt in computed for out in stmt.outs]
+    assert max(shape[0] for shape in shapes if shape) < 16
 
 
 def test_a_split_of_a_sharded_dim_moves_parts() -> None:

@@ -37,7 +37,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def array(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.array(values.astype(np.float32)).astype(dtype)
+    return jax.device_put(values.astype(np.float32).astype(dtype))
 
 
 def attention_eqns(function: Callable[..., Any], *args: Any) -> list[JaxprEqn]:

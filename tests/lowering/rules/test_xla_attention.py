@@ -19,7 +19,7 @@ B, T, S, N, K, H = 4, 6, 8, 4, 2, 8
 
 def array(*shape: int, seed: int = 0) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.array(values.astype(np.float32))
+    return jax.device_put(values.astype(np.float32))
 
 
 BATCH, HEADS = P("dp"), P("dp", "tp")

@@ -98,7 +98,9 @@ def test_any_lanes_and_any_window(
         sums.moving("collective"),
         mock.patch.object(ChooseTransfers, "way", staticmethod(lanes(ways))),
         mock.patch.object(intervals, "_WINDOW", window),
-        mock.patch.object(order, "_WINDOW", of_sums),
+        mock.patch.object(
+            order, "_WINDOW", dict.fromkeys(get_args(TransferForm), of_sums)
+        ),
     ):
         program = exact(gradients_of(f), x, *weights, **on(axes, specs, specs))
     check_window(program, window)

@@ -102,6 +102,38 @@ def test_layers_that_are_computed_again() -> None:
         assert names(scan).count("dynamic_slice") == len(stacks)
 
 
+def test_slices_stand_with_what_reads_them_so_that_xla_reads_them_in_place() -> None:
+    """Weights are cast as they are read: no unit returns a slice of its own."""
+
+    def cast(x: jax.Array, weights: Any) -> Any:
+        up, down = (w.astype(jnp.bfloat16) for w in weights)
+        hidden = jnp.clip(jnp.clip(x @ up, -1, 1) @ up.T, -1, 1)
+        return x + jnp.clip((hidden @ down.T) @ down, -1, 1), None
+
+    def f(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(jax.checkpoint(cast), x.astype(jnp.bfloat16), weights)
+        return jnp.sum(y.astype(jnp.float32))
+
+    weights = array(4, 4, 8, seed=1), array(4, 8, 4, seed=2)
+    how: dict[str, Any] = settings(FSDP) | {"out_shardings": FSDP[0]}
+    program = check(jax.grad(f), weights, array(16, 4), **how)
+    assert notes(program)
+    units = [
+        stmt.unit
+        for scan in scans(program)
+        for stmt in walk(scan.body.body)
+        if isinstance(stmt, Compute)
+    ]
+    for unit in units:
+        sliced = {
+            str(each.eqn.outvars[0].aval.dtype)
+            for each in unit.eqns
+            if each.eqn.primitive.name == "squeeze"
+            and each.eqn.outvars[0] in unit.outvars
+        }
+        assert "float32" not in sliced, str(program)
+
+
 def test_what_lies_in_the_hosts_memory_is_stacked_by_the_scan() -> None:
     offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
         "device", "pinned_host"

@@ -130,6 +130,30 @@ def test_gradients_of_shared_weights_are_added_up_late() -> None:
     assert notes(check(jax.grad(of_shared_weights, (0, 1)), *args, **how))
 
 
+def test_gradients_of_a_weight_that_is_read_twice_are_added_up_late_together() -> None:
+    """In the order of the sum: numbers differ so much that another order would show."""
+
+    def f(weights: Any, x: jax.Array) -> Any:
+        def one(state: Any, scale: jax.Array) -> Any:
+            x, total = state
+
+            def twice(weights: Any) -> jax.Array:
+                y = layer(x, weights)[0]
+                return layer(y, jax.tree.map(lambda w: w * scale, weights))[0]
+
+            y, back = jax.vjp(twice, weights)
+            return (jnp.clip(y, -1, 1), jax.tree.map(jnp.add, total, back(y)[0])), None
+
+        scales = jnp.array([1, 2**20, 1, -(2**20), 1], jnp.float32)
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        return lax.scan(one, (x, zeros), scales)[0]
+
+    weights = array(8, 16, seed=1), array(16, 8, seed=2)
+    outs = P("d"), SHARED
+    how = settings(in_shardings=(SHARED, P("d")), out_shardings=outs)
+    assert notes(check(f, weights, array(4, 8), **how))
+
+
 def test_gradients_of_microbatches_are_added_up_late_in_their_order() -> None:
     """Small numbers are lost beside large ones, so another order would show."""
 

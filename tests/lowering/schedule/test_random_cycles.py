@@ -169,7 +169,7 @@ def scans(draw: st.DrawFn) -> Program:
     ins = [*outside("p", own[:last]), *outside("s", own[last:], f"{length}, ")]
     carry_out, ys = outside("e", ends), outside("y", stacked, f"{length}, ")
     scan = Scan(
-        body=program(MESH, own, [*ends, *stacked], *body.stmts),
+        body=program(MESH, own, [*ends, *stacked], *body.stmts, is_body=True),
         consts=tuple(ins[:first]),
         carry=tuple(ins[first:last]),
         xs=tuple(ins[last:]),

@@ -17,7 +17,7 @@ import jhost
 from jhost.lowering.ir.bodies import most_under_way
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Compute, PipelineKind, Wait
+from jhost.lowering.ir.statements import Compute, PipelineKind, Scan, Wait
 from tests import sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
@@ -72,7 +72,8 @@ def test_each_round_swaps_with_one_other_device(devices: int) -> None:
 
 
 def test_no_more_than_a_window_is_under_way() -> None:
-    assert most_under_way(on_data(2, count=9)) == 2
+    """The next terms come once the sum before has ended, beside one work."""
+    assert most_under_way(on_data(2, count=9)) == 1
 
 
 def test_what_work_reads_at_once_is_not_swapped() -> None:
@@ -229,3 +230,21 @@ def test_what_is_large_behind_the_last_work_is_made_once_the_sum_is_there() -> N
         or (isinstance(stmt, Compute) and "scatter" in str(stmt.unit))
     ]
     assert order[-1] == "write"
+
+
+def test_a_sum_ends_before_a_scan_that_holds_most() -> None:
+    """Its terms, and what comes, would take memory in all iterations."""
+
+    def step(x: jax.Array, weights: jax.Array, head: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def one(x: jax.Array, w: jax.Array) -> jax.Array:
+            return layer(layer(x, w), w.T)
+
+        y = lax.scan(lambda x, w: (one(x, w), None), x, weights)[0]
+        return layer(y, head) @ head.T
+
+    args = array(16, WIDTH), array(3, WIDTH, 8 * WIDTH, seed=1), array(WIDTH, WIDTH)
+    specs = P("dp"), P(), P()
+    program = exact(gradients_of(step), *args, **on({"dp": 2}, specs, specs))
+    order = [type(stmt) for stmt in program.body if isinstance(stmt, Wait | Scan)]
+    assert order[: order.index(Scan, 1)] == [Scan, Wait, Wait]

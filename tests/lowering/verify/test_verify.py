@@ -10,6 +10,7 @@ import pytest
 from jhost.errors import IndexRangeError, VerifyError
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, as_index, minimum
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import TRANSFERS, on_stream
 from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
@@ -422,6 +423,20 @@ def test_what_is_sent_is_written_after_the_wait() -> None:
     gather = communicate("AllGather", Y, source, dim=0)
     communicates(
         "are written after its Wait", copy(source, PART), gather, copy(source, PART)
+    )
+
+
+def test_collectives_over_the_same_devices_end_in_the_order_of_their_issue() -> None:
+    first = communicate("AllGather", T, PART, dim=0)
+    second = communicate("AllGather", Y, PART, dim=0, name="later")
+    waits = Wait(communication="later"), Wait(communication="c")
+    in_order = on_stream(TRANSFERS, [first, second, *reversed(waits)])
+    start = GetCurrentStream(stream=MAIN)
+    verify(given(start, *in_order, params=(PART,)))
+    communicates(
+        r"expected a Wait\(c\) before, got a Wait\(later\), which was issued later",
+        start,
+        *on_stream(TRANSFERS, [first, second, *waits]),
     )
 
 

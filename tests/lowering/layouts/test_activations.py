@@ -1,0 +1,122 @@
+"""Activations stay where that moves less, whatever each operation would move alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.operation import Operation, has_contraction
+from jhost.lowering.layouts.activations import activations_of, stays
+from jhost.lowering.layouts.decisions import Decisions
+from jhost.lowering.layouts.flat_bodies import flattened
+from jhost.lowering.layouts.improve import with_activations_kept
+from jhost.lowering.layouts.solver import Solver
+from tests.lowering.traced import built
+
+ROWS, WIDTH, DEVICES = 256, 32, 8
+
+
+def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    """The gradient of two layers, where rows and both weights are sharded over `dp`."""
+    x = jhost.shard(x, P("dp"))
+    w, v = jhost.shard(w, P("dp")), jhost.shard(v, P("dp"))
+
+    def loss(weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+        h = x
+        for weight in weights:
+            h = h + jnp.tanh(h @ weight)
+        return jnp.sum(h * h)
+
+    return sum(jhost.shard(g, P("dp")) for g in jax.grad(loss)((w, v)))
+
+
+def solver() -> Solver:
+    shapes = (ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
+    program = built(layers, *shapes, dp=DEVICES)
+    marks = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
+    return Solver(flattened(program), marks, {})
+
+
+def moving(solving: Solver, made: Decisions) -> list[Operation]:
+    """The contractions whose activation is wanted elsewhere over `dp`."""
+    return [
+        op
+        for number, op in enumerate(solving.operations)
+        if op in solving.activations and has_contraction(op.stmt)
+        for operand, assignment in [(solving.activations[op], made.assignments[number])]
+        if not stays(op, operand, assignment, made.layouts, "dp")
+    ]
+
+
+def by_features(solving: Solver) -> Decisions:
+    """Decisions that spread everything of the size of activations over features."""
+    for name, buffer in solving.buffers.items():
+        if buffer.shape == (ROWS, WIDTH) and name not in solving.preferences.fixed:
+            solving.preferences.targets[name] = (), ("dp",)
+    made = Decisions(
+        solving.operations, solving.effects, solving.costs, solving.given()
+    )
+    for number, op in enumerate(solving.operations):
+        dims = op.results[0] if op.results else ()
+        feature = dims[1].factor if op.sizes[:1] == (ROWS,) and dims[1:] else None
+        if feature is None or solving.is_bound(op) or op.forwards:
+            made.decide(number, solving.cheapest(number, made))
+        else:
+            spread = [("dp",) if f == feature else () for f in range(len(op.sizes))]
+            made.decide(number, tuple(spread))
+    return made
+
+
+def test_activations_that_move_are_kept_if_that_moves_less() -> None:
+    solving = solver()
+    bad = by_features(solving)
+    assert moving(solving, bad)
+    kept = with_activations_kept(solving, bad)
+    assert not moving(solving, kept)
+    assert 2 * kept.total.all < bad.total.all
+    assert kept.flops <= bad.flops
+
+
+def test_decisions_without_moving_activations_are_left() -> None:
+    solving = solver()
+    kept = with_activations_kept(solving, by_features(solving))
+    before = solving.preferences.snapshot()
+    assert with_activations_kept(solving, kept) is kept
+    assert solving.preferences.snapshot() == before
+
+
+def test_the_activation_has_more_reductions_behind_it_than_the_weight() -> None:
+    def through(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (jnp.tanh(w @ h), None), x, weights)[0]
+
+    program = built(through, (WIDTH, ROWS), (3, WIDTH, WIDTH), dp=2)
+    operations, _ = flattened(program)
+    activations = activations_of(operations)
+    (product,) = (op for op in operations if has_contraction(op.stmt))
+    # The weight is the left operand, and what the scan carries is the right one.
+    assert activations[product] == 1
+
+
+def test_operands_without_reductions_are_no_activations() -> None:
+    program = built(lambda x, w: jnp.tanh(x) @ w, (ROWS, WIDTH), (WIDTH, 8), dp=2)
+    assert not activations_of(flattened(program)[0])
+
+
+def test_an_axis_stays_if_it_shards_the_same_dim() -> None:
+    solving = solver()
+    product = next(op for op in solving.operations if has_contraction(op.stmt))
+    rows, features, nowhere = ((("dp",), ()), ((), ("dp",)), ((), ()))
+    (left, _), (name, _) = product.operands, product.ins
+    by_rows = tuple(
+        ("dp",) if left[0] is not None and factor == left[0].factor else ()
+        for factor in range(len(product.sizes))
+    )
+    assert stays(product, 0, by_rows, {name: rows}, "dp")
+    assert not stays(product, 0, by_rows, {name: features}, "dp")
+    # What no device has alone moves nowhere, and neither does another axis.
+    assert stays(product, 0, by_rows, {name: nowhere}, "dp")
+    assert stays(product, 0, by_rows, {name: features}, "tp")
