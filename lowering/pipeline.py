@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
+from jhost.lowering.cost.choose_schedule import ChooseSchedule
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.leave_to_xla import LeaveToXla
@@ -116,14 +117,16 @@ def passes(
     # What stands beside what outside of these loops, and what is one kernel.
     units = _shared(shares, Segment(), ScheduleLoops())
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between), units)
-    leave = _shared(shares, LeaveToXla(transfers.between))
+    (leave,) = _shared(shares, LeaveToXla(transfers.between))
     # Scans are compared with several cycles.
     weighed = transfers.of_candidates()
     (every,) = _shared(shares, moving_all(weighed))
     cycles = ChooseCycles(transfers, every)
-    behind = *_shared(shares, transfers), *leave, *units
-    of_candidates = *_shared(shares, weighed), *leave, *units
-    loops = *to_loops, *_shared(shares, cycles), *behind
+    schedule = ChooseSchedule(
+        _shared(shares, cycles, transfers), leave, units, transfers.rates_to_weigh
+    )
+    of_candidates = *_shared(shares, weighed), leave, *units
+    loops = *to_loops, schedule, *units
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
         choice=ChoosePipelines(

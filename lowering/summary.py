@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.advice import advice, too_little
+from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.ir.remarks import LayoutReport, Prediction, StreamReport
 from jhost.lowering.steps import CommunicationReport
 
@@ -259,6 +260,8 @@ def _choice_text(stream: StreamReport) -> str:
     (chosen, seconds), *others = stream.predicted
     found = "found on " if stream.found else ""
     text = f"{found}axis {stream.axis}: {chosen}, predicted {seconds_text(seconds)}"
+    if stream.found:  # what it gains, and not how close another loop comes
+        others = [each for each in others if each[0] == NOT_PIPELINED] or others
     if others:
         other, more = min(others, key=lambda each: each[1])
         text += f"; {other} {seconds_text(more)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +24,10 @@ def everywhere() -> Generator[None]:
     assert rates is not None
     # So slow that any transfer could hide behind any product.
     slow = dataclasses.replace(rates, matmul=1e6, memory=1e6)
-    gain = mock.Mock(return_value=1e9)
+    least = mock.Mock(return_value=-math.inf)
     with (
         mock.patch.object(call_program, "rates_here", return_value=slow),
-        mock.patch.multiple(choose_found, _CLOSE=0.0, _HOPELESS=1e9, gain_of=gain),
+        mock.patch.multiple(choose_found, _CLOSE=0.0, _HOPELESS=1e9, least_gain=least),
         mock.patch.object(stream_bounds.StreamBounds, "streams_of", _every_stream),
         mock.patch.object(FindStreams, "if_faster", _always),
     ):
@@ -38,7 +39,7 @@ def _always(_: FindStreams, __: Program, chosen: Program, ___: Any) -> Program:
 
 
 def _every_stream(
-    bounds: stream_bounds.StreamBounds, program: Program, again: bool
+    bounds: stream_bounds.StreamBounds, program: Program, carried: object
 ) -> list[FoundStream]:
     mesh: dict[str, Any] = dict(program.mesh.shape)
     return found_streams(program, lambda stmt: bounds.seconds(stmt, mesh))

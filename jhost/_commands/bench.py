@@ -100,8 +100,8 @@ class Row:
         share = self.hidden_share
         times = (1e3 * self.median[name] for name in ("plain", "jhost", "compute"))
         columns = "".join(f"{ms:11.3f}" for ms in times)
-        hidden = "         -" if share is None else f"{share:10.0%}"
-        return f"{self.tokens:>8}{columns}{hidden}   {self.choice}"
+        hidden = "-" if share is None else "slower" if share < 0 else f"{share:.0%}"
+        return f"{self.tokens:>8}{columns}{hidden:>10}   {self.choice}"
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

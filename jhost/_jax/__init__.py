@@ -68,6 +68,7 @@ from jhost._jax.lines import (
     Position as Position,
     at_line_of as at_line_of,
     file_title as file_title,
+    is_in_backward as is_in_backward,
     is_transposed as is_transposed,
     source_line as source_line,
     user_context as user_context,

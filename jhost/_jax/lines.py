@@ -63,6 +63,11 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     return "transpose(" in names.rpartition("rematted_computation")[2]
 
 
+def is_in_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gradient's, or computed again for gradients."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def user_position(eqn: JaxprEqn) -> Position | None:
     """The position of the user's own expression that made an equation."""
     frame = _own_frame(eqn)

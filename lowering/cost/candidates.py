@@ -203,7 +203,7 @@ class Evaluation:
         self, p2p: StreamChoice, outcome: Outcome
     ) -> StreamChoice | None:
         """A p2p candidate with twice the chunks, if more overlap could make it win."""
-        chunks = None if p2p.spec.chunks is not None else _chunks_of(outcome)
+        chunks = None if p2p.spec.chunks is not None else chunks_of(outcome)
         # More chunks hide more, but each chunk costs launches.
         if chunks is None or not self.hides_too_little(outcome):
             return None
@@ -320,7 +320,7 @@ def gain_of(rates: Rates) -> float:
     return CLEAR_GAIN if rates.estimated else GAIN
 
 
-def _chunks_of(outcome: Outcome) -> int | None:
+def chunks_of(outcome: Outcome) -> int | None:
     """The chunks that a p2p candidate got by default: one for each device."""
     for report in all_remarks(outcome.program):
         if isinstance(report, StreamReport) and report.pipeline == "p2p":

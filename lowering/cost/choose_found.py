@@ -11,19 +11,20 @@ from jhost.lowering.cost.candidates import (
     Evaluation,
     Outcome,
     Predictions,
-    gain_of,
+    chunks_of,
     ranking_text,
 )
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Sections
-from jhost.lowering.ir.bodies import all_marks
+from jhost.lowering.cost.stream_bounds import least_gain
+from jhost.lowering.ir.bodies import adds_up, all_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftStream
 from jhost.lowering.streams.found import FoundStream
 
-_CLOSE = 0.99
+_CLOSE = 0.98
 """From this share of a time on, what could still be gained is not looked for.
 
 Sums elsewhere make other computations as well, so it is an estimate and no bound.
@@ -67,8 +68,8 @@ class FoundStreamsChoice:
             return
         outcomes = [plain]
         kept = before
-        for candidate in self.candidates(stream):
-            if not self.leaves_more(outcomes):
+        for candidate in self.candidates(stream, outcomes):
+            if not self.leaves_more(stream, outcomes):
                 break
             outcome = self.outcome(self.looped, stream, candidate)
             if outcome is None:
@@ -80,7 +81,7 @@ class FoundStreamsChoice:
             if outcome.seconds > _HOPELESS * plain.seconds:
                 break
         best = min((each.seconds for each in outcomes[1:]), default=math.inf)
-        if best < gain_of(self.rates) * plain.seconds:
+        if best < plain.seconds - self.least(stream):
             self.chosen = self.said(stream, kept, outcomes)
         else:
             self.leave(stream, before, outcomes)
@@ -96,21 +97,44 @@ class FoundStreamsChoice:
         predicted = tuple((each.text, each.seconds) for each in outcomes)
         self.left.append(LeftStream(lines=stream.lines, predicted=predicted))
 
-    def candidates(self, stream: FoundStream) -> Iterator[StreamChoice]:
-        """What the marks may ask for; what wins most often comes first."""
+    def candidates(
+        self, stream: FoundStream, outcomes: Sequence[Outcome]
+    ) -> Iterator[StreamChoice]:
+        """What the marks may ask for; what wins most often comes first.
+
+        `outcomes` has those of the candidates before.
+        """
         first = stream.marks[0][0]
         yield first
-        # Where no sums are left to place, the others would be the same program.
         if first.spec.sums != "in chunks":
             yield first.with_spec(sums="in chunks")
-            yield first.with_spec(sums="whole")
+            # Loops without sums are the same wherever sums are to stand.
+            if adds_up(outcomes[-1].program):
+                yield first.with_spec(sums="whole")
+        plain, *looped = outcomes
+        best, enough = min(looped, key=_seconds), plain.seconds - self.least(stream)
+        # More chunks hide more, but each chunk costs launches.
+        if best.compute < enough <= best.seconds and (chunks := chunks_of(best)):
+            yield best.mark.with_spec(chunks=2 * chunks)
 
-    def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
+    def leaves_more(self, stream: FoundStream, outcomes: Sequence[Outcome]) -> bool:
         """Whether another candidate could gain enough over the best one so far."""
-        best = min(outcomes, key=lambda outcome: outcome.seconds)
-        most = gain_of(self.rates) if len(outcomes) == 1 else _CLOSE
+        best = min(outcomes, key=_seconds)
         # What computes nearly all the time has little left to hide.
-        return best.compute < most * best.seconds
+        if len(outcomes) > 1:
+            return best.compute < _CLOSE * best.seconds
+        return best.compute < best.seconds - self.least(stream)
+
+    def least(self, stream: FoundStream) -> float:
+        """The seconds that a loop has to gain in the section where it is weighed."""
+        # A layer has one mark of the smallest group.
+        (numbers, count) = self.places(stream), len(stream.marks[0])
+        layers = 1 if self.plain.layer(numbers) is None else count
+        return least_gain(stream, self.rates) / layers
+
+    def places(self, stream: FoundStream) -> Sequence[int]:
+        """The numbers of the marks by which a section is found for a stream."""
+        return numbers_of(all_marks(self.plain.program), stream.marks[0])
 
     def outcome(
         self,
@@ -151,7 +175,7 @@ class FoundStreamsChoice:
         outcomes: Sequence[Outcome],
     ) -> dict[Number, StreamChoice]:
         """The choices, with the predictions and the reason at the marks of `stream`."""
-        ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
+        ranked = sorted(outcomes, key=_seconds)
         predicted = tuple((each.text, each.seconds) for each in ranked)
         how = "estimated from data sheets" if self.rates.estimated else "predicted"
         reason = ranking_text(how, predicted, ())
@@ -162,6 +186,10 @@ class FoundStreamsChoice:
             for mark in stream.every_mark
         }
         return {**chosen, **said}
+
+
+def _seconds(outcome: Outcome) -> float:
+    return outcome.seconds
 
 
 def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:

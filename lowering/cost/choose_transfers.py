@@ -41,7 +41,7 @@ from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from jhost.lowering.units.segment import Segment
 
-_GAIN = 0.99
+_GAIN = 0.995
 """The time with permutes must be below this share of the time with collectives."""
 
 _GAIN_OF_WORK = 0.999
@@ -84,6 +84,12 @@ class ChooseTransfers(EachProgram):
     """The passes that end a program's loops, and that it is timed behind."""
     moves_work: bool = True
     """Whether work may move beside transfers as well."""
+
+    @property
+    def rates_to_weigh(self) -> Rates | None:
+        """The rates by which a whole program is weighed; None if nothing is open."""
+        open_here = self.pipeline == "auto" and not self.between
+        return self.rates if open_here else None
 
     def of_candidates(self) -> ChooseTransfers:
         """The pass for candidates of pipelines.

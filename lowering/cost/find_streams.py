@@ -64,7 +64,8 @@ class FindStreams:
         of_program = _of_global_values(marks, plain, program)
         marked = self.laid_out(_with_more_marks(program, of_program))
         plain = _with_more_marks(plain, marks)
-        streams = [each for streams in found for each in streams]
+        # Bodies come first.  The program around them is then weighed with their loops.
+        streams = [each for streams in reversed(found) for each in streams]
         weighing = self.weighed(marked, plain, streams, self.rates)
         asked = weighing.asked(of_program)
         if not any(asked):

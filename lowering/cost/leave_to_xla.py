@@ -43,7 +43,7 @@ class LeaveToXla:
         if not self.between:
             return program
         moved = list(_moved(program, self.between))
-        if not moved or _has_loops(program) or _has_own_kernels(program):
+        if not moved or _has_loops(program) or has_own_kernels(program):
             return program
         # By bytes, not by seconds: all processes have to write one program, and the
         # rates that they have measured may differ.
@@ -108,7 +108,7 @@ def _has_loops(program: Program) -> bool:
     )
 
 
-def _has_own_kernels(program: Program) -> bool:
+def has_own_kernels(program: Program) -> bool:
     """Whether it has computations of jhost's own, which XLA cannot partition."""
     return any(
         is_own(eqn.eqn.primitive)

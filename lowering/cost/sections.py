@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence, Set as AbstractSet
 from typing import Any
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
-from jhost.lowering.ir.effects import read_and_made
-from jhost.lowering.ir.graph import graph_of
+from jhost.lowering.ir.effects import read_and_made, reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
@@ -26,7 +25,7 @@ from jhost.lowering.ir.statements import Wait
 from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
 from jhost.lowering.schedule.compute_late import ComputeLate
 
-_LAYERS = 3
+LAYERS = 3
 """From so many marks alike on, a layer in the middle stands for all layers."""
 
 
@@ -56,6 +55,12 @@ class Section:
         }
 
 
+def _makers(program: Program) -> Mapping[str, int]:
+    """By value, the number of the statement that makes it."""
+    body = enumerate(program.body)
+    return {buffer.name: n for n, s in body for buffer in reads_writes(s)[1]}
+
+
 def _border(program: Program) -> set[str]:
     return {buffer.name for buffer in (*program.params, *program.results)}
 
@@ -82,8 +87,7 @@ class Sections:
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
-        # No communication stands here yet, so each statement is a node.
-        self.makers = [graph_of(each).makers for each in self.programs]
+        self.makers = [_makers(each) for each in self.programs]
 
     def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
         """The section in which to evaluate some marks alike, with `marks`.
@@ -159,7 +163,7 @@ class Sections:
             made, borders = self.made(numbers), found[self.holder(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
             # All stand between the same borders, so they are layers of one row.
-            if len(made) >= _LAYERS and len(between) == 1:
+            if len(made) >= LAYERS and len(between) == 1:
                 behind = (self.behind(numbers, number) for number in made)
                 borders[:] = sorted([*borders, *behind])
         return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TypeAlias
 
 from jhost.lowering.cost.candidates import gain_of
 from jhost.lowering.cost.kernels import kernels
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.rows_of_layers import rows_apart
 from jhost.lowering.cost.work_beside import WorkBeside
 from jhost.lowering.ir.bodies import ITERATIONS, programs
+from jhost.lowering.ir.border import scan_border
 from jhost.lowering.ir.graph import Graph, graph_of
 from jhost.lowering.ir.index import Index, Rank
 from jhost.lowering.ir.layout import axes_size, bytes_of
@@ -24,6 +26,15 @@ CanHide: TypeAlias = Callable[[Communicate, Mapping[str, int]], bool]
 """Whether a transfer may stand beside work on a mesh, outside of loops over chunks."""
 
 
+def least_gain(stream: FoundStream, rates: Rates) -> float:
+    """The seconds that a stream has to gain.
+
+    They are a share of its own work, because a prediction is as wrong as it is for what
+    the stream changes.  An optimizer beside it makes no gain less certain.
+    """
+    return (1 - gain_of(rates)) * stream.work
+
+
 class StreamBounds:
     """The streams that could hide enough to gain, by lower bounds of all times."""
 
@@ -34,23 +45,26 @@ class StreamBounds:
         """For each of `programs`, the streams that are worth a closer look."""
         every = [*programs(program)]
         scans = (stmt for each in every for stmt in each.body if isinstance(stmt, Scan))
-        again = {id(scan.body) for scan in scans if scan.length > 1}
-        return [self.streams_of(each, id(each) in again) for each in every]
+        carried = {id(s.body): _carried(s) for s in scans if s.length > 1}
+        return [self.streams_of(each, carried.get(id(each))) for each in every]
 
-    def streams_of(self, program: Program, again: bool) -> list[FoundStream]:
-        """Those of one program, or of a body that runs `again` and again."""
+    def streams_of(
+        self, program: Program, carried: Mapping[str, str] | None
+    ) -> list[FoundStream]:
+        """Those of one program, or of a body that hands on values to itself."""
         if not any(map(self.may_hide, program.body)):
             return []
         graph, mesh = graph_of(program), dict(program.mesh.shape)
         work = [self.work_of(node.stmt, mesh) for node in graph]
-        seconds = self.exposed(graph, mesh, WorkBeside(graph, work, again))
-        least = (1 - gain_of(self.rates)) * sum(work)
-        # No stream hides more than all that moves, which is known before any is found.
-        if sum(seconds.values()) <= least:
+        seconds = self.exposed(graph, mesh, WorkBeside(graph, work, carried))
+        if not any(seconds.values()):
             return []
         seconds |= {id(n.stmt): s for n, s in zip(graph, work, strict=True) if s}
         every = found_streams(program, lambda stmt: seconds.get(id(stmt), 0.0))
-        return [each for each in every if each.hidden > least]
+        every = [e for e in every if e.hidden > least_gain(e, self.rates)]
+        spare = self.spare_host(program) if every else 0.0
+        every = [e for e in every if spare > self.more_host(program, e.moved)]
+        return [part for each in every for part in rows_apart(each, graph, work)]
 
     def exposed(
         self, graph: Graph, mesh: Mapping[str, int], beside: WorkBeside
@@ -72,6 +86,48 @@ class StreamBounds:
             for number, seconds in moves.items()
             if seconds and isinstance(stmt := graph[number].stmt, Communicate)
         }
+
+    def spare_host(self, program: Program) -> float:
+        """The most seconds for which launches could leave the host idle.
+
+        Nobody knows yet what fuses.  So contractions and communications are launched,
+        and nothing else, but all computations take the time of their bytes.
+        """
+        mesh = dict(program.mesh.shape)
+        return sum(self.spare_host_of(stmt, mesh) for stmt in program.body)
+
+    def spare_host_of(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
+        match stmt:
+            case Scan(body=body, length=length):
+                return length * self.spare_host(body)
+            case While(body=body):
+                return ITERATIONS * self.spare_host(body)
+            case Cond(branches=branches):
+                return max(map(self.spare_host, branches), default=0.0)
+            case Communicate(kind=kind, axes=axes, source=source):
+                devices, link = axes_size(axes, mesh), self.rates.link(kind, axes)
+                received = received_bytes(kind, bytes_of(source), devices)
+                return link.seconds(kind, received, devices) - link.host
+            case Compute() if has_contraction(stmt):
+                return self.seconds(stmt, mesh) - self.rates.host
+            case Compute(ins=ins, outs=outs):
+                return sum(map(bytes_of, (*ins, *outs))) / self.rates.memory
+            case _:
+                return 0.0
+
+    def more_host(self, program: Program, moved: Set[str]) -> float:
+        """The seconds for which launching permutes keeps the host at least.
+
+        They stand for communications that are `moved`, and take their turn.
+        """
+        mesh, put = dict(program.mesh.shape), self.rates.put or self.rates.permute
+        each = min(put.host, self.rates.permute.host)
+        stmts = (s for s in program.body if isinstance(s, Communicate))
+        return sum(
+            (axes_size(s.axes, mesh) - 1) * each - self.rates.link(s.kind, s.axes).host
+            for s in stmts
+            if s.name in moved
+        )
 
     def may_hide(self, stmt: Stmt) -> bool:
         """Whether it is a transfer that copy engines could make beside work."""
@@ -114,3 +170,10 @@ class StreamBounds:
                 return self.rates.link(kind, axes).seconds(kind, received, devices)
             case _:
                 return 0.0
+
+
+def _carried(scan: Scan) -> Mapping[str, str]:
+    """The result of a body that makes each carried param for the next iteration."""
+    border = scan_border(scan)
+    pairs = zip(border.carry, border.carried, strict=True)
+    return {before.inside.name: after.inside.name for before, after in pairs}

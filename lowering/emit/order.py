@@ -99,17 +99,21 @@ class Order:
             self.last_work = (result,)
 
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
-        """`ins` of a step outside of loops, apart from what made or brought them."""
-        return list(ins) if self.active else [self.left(value) for value in ins]
+        """`ins` of a step outside of loops, apart from what made them."""
+        if self.active:
+            return list(ins)
+        found = [self.apart.get(id(value), (value, None)) for value in ins]
+        return [
+            value if behind is None else lax.optimization_barrier(value)
+            for value, behind in found
+        ]
 
-    def left(self, value: Any) -> Any:
-        """A value apart from what made it, or behind the work that it came beside."""
-        value, behind = self.apart.get(id(value), (value, None))
-        if behind is None:
+    def arrived(self, value: Any) -> Any:
+        """A value, behind the work that its transfer stood beside if it was one's."""
+        if self.depth:
             return value
-        if not behind:
-            return lax.optimization_barrier(value)
-        return self.barriers.behind([value], behind)[0]
+        _, behind = self.apart.get(id(value), (value, ()))
+        return self.barriers.behind([value], behind or ())[0]
 
     # --- Communications ------------------------------------------------------- #
 

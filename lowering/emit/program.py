@@ -130,21 +130,21 @@ class _Emitter(Views):
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
-    def read(self, buffer: ir.Buffer) -> Any:
-        """The value of a buffer.
+    def operand(self, buffer: ir.Buffer) -> Any:
+        """The value of a buffer that a computation reads.
 
-        Parts that came are put in place behind the work beside their transfers, or XLA
-        would wait for the transfers before that work.
+        What came is read, and put in place, behind the work beside its transfer.  Else
+        XLA would wait for the transfer before that work.
         """
         view = self.views[buffer.name]
         if view.source is None and view.memory.received:
-            view.memory.read_behind(self.order.left)
-        return super().read(buffer)
+            view.memory.read_behind(self.order.arrived)
+        return self.order.arrived(self.read(buffer))
 
     # --- Computation ---------------------------------------------------------- #
 
     def compute(self, stmt: ir.Compute) -> None:
-        ins = [self.read(buffer) for buffer in stmt.ins]
+        ins = [self.operand(buffer) for buffer in stmt.ins]
         made = {n for n, buffer in enumerate(stmt.ins) if self.is_made_here(buffer)}
         parts = {n for n, buffer in enumerate(stmt.ins) if self.is_part(buffer)}
         chosen = sorted(tied(stmt.unit, made, parts))

@@ -27,6 +27,7 @@ from jhost._jax import (
     with_each_eqn,
 )
 from jhost.lowering.frontend.control_flow import asks_each, only_branch, while_any
+from jhost.lowering.frontend.expansions import expansion, has_expansion
 from jhost.lowering.frontend.mapped_sums import reduces_dims, reduction
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
@@ -130,6 +131,8 @@ class _Inliner:
             return self.traced(while_any(eqn), args, eqn)
         if self.for_programs and reduces_dims(eqn):
             return self.traced(reduction(eqn), args, eqn)
+        if self.for_programs and has_expansion(eqn):
+            return self.traced(expansion(eqn), args, eqn)
         branch = only_branch(eqn) if self.for_programs else None
         if branch is not None:
             return self.run(branch, branch.consts, args[1:], eqn)

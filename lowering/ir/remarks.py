@@ -218,17 +218,26 @@ class LeftToXla:
     """That XLA partitions the whole program, as in `jax.jit`.
 
     It moves data along `axes` between processes, and nothing in it is pipelined.
-    Collectives begin `early` if there is work for most of them to stand beside.
+    Collectives begin `early` if there is work for most of them to stand beside.  Within
+    a process `predicted` has its seconds, and those in jhost's order.
     """
 
     axes: tuple[str, ...]
     early: bool
+    predicted: tuple[float, float] | None = None
 
     def __str__(self) -> str:
+        said = (
+            "XLA partitions this program and orders its communications, as in jax.jit"
+        )
+        if self.predicted is not None:
+            written, in_order = map(seconds_text, self.predicted)
+            return (
+                f"{said}: predicted to take {written}, and {in_order} in jhost's order"
+            )
         return (
-            "XLA partitions this program and orders its communications, as in jax.jit: "
-            f"the devices along {' and '.join(self.axes)} are in several processes, "
-            "and no stream is pipelined"
+            f"{said}: the devices along {' and '.join(self.axes)} are in several "
+            "processes, and no stream is pipelined"
         )
 
 

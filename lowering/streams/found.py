@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
-from jhost._jax import source_line
+from jhost._jax import is_in_backward, is_transposed, source_line
 from jhost.lowering.ir.graph import Graph, Node, graph_of
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import SerialMark, StreamChoice
@@ -41,6 +41,7 @@ class FoundStream:
         moved: the names of the communications.
         hidden: the most seconds that loops could hide: the communications take no
             longer, or the contractions do not.
+        work: the seconds of the contractions.
         beside: the seconds of the products that work on rows of the dim.
         place: orders dims: later dims are higher, but the last dim is lowest.
     """
@@ -48,6 +49,7 @@ class FoundStream:
     marks: tuple[tuple[StreamChoice, ...], ...]
     moved: frozenset[str]
     hidden: float
+    work: float
     beside: float
     place: int
 
@@ -65,14 +67,23 @@ class FoundStream:
 def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
     """The streams of one straight-line program; those that could hide most come first.
 
-    No two of them hide the same communication.
+    No two of them hide the same communication, or cut the same product.
     """
     found = list(_StreamSearch(program, seconds).every())
     kept: list[FoundStream] = []
     while found:
         kept.append(best := _best(found))
-        found = [each for each in found if each.moved.isdisjoint(best.moved)]
+        found = [each for each in found if not _overlap(each, best)]
     return kept
+
+
+def _overlap(one: FoundStream, other: FoundStream) -> bool:
+    """Whether two streams exclude each other."""
+    if not one.moved.isdisjoint(other.moved):
+        return True
+    return not {m.buffer for m in one.every_mark}.isdisjoint(
+        m.buffer for m in other.every_mark
+    )
 
 
 _EQUAL = 0.9
@@ -127,11 +138,12 @@ class _StreamSearch:
         moved = [n for n in moved if hidden[n]]
         if not moved:
             return None
-        work = [n for n in parts if self.contracts(n)]
+        work = self.sum([n for n in parts if self.contracts(n)])
         return FoundStream(
             marks=self.marks(parts),
             moved=frozenset(self.name(n) for n in moved),
-            hidden=min(self.sum(work), sum(hidden.values())),
+            hidden=min(work, sum(hidden.values())),
+            work=work,
             beside=self.sum([*products]),
             place=self.place(parts, moved[0]),
         )
@@ -302,5 +314,8 @@ def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
 
 def _key(node: Node, mark: StreamChoice) -> object:
     """A key that is equal for the same contraction of several layers."""
+    assert isinstance(node.stmt, Compute)
+    eqn = node.stmt.unit.eqns[0].eqn
     shapes = tuple(buffer.shape for buffer in (*node.reads, *node.writes))
-    return mark.lines, mark.dim, shapes
+    # A line's product, its gradient and what a backward computes again may be alike.
+    return mark.lines, mark.dim, shapes, is_in_backward(eqn), is_transposed(eqn)

@@ -151,3 +151,12 @@ def exposed(schedule: jhost.Schedule, kind: str) -> set[int]:
     """Which communications of a kind have no matmul beside them."""
     found = [c for c in schedule.communications if c.kind == kind]
     return {number for number, c in enumerate(found) if not c.matmuls}
+
+
+def exposed_in_bodies(schedule: jhost.Schedule, least: int = 1_000_000) -> list[str]:
+    """The transfers in loops, of so many bytes at least, that no matmul is beside."""
+    return [
+        f"{each.name} in {each.computation}"
+        for each in schedule.communications
+        if each.computation and each.bytes >= least and not each.matmuls
+    ]

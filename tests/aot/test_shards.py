@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from tests.aot.on_h200 import MakeH200s, exposed
+from tests.aot.on_h200 import MakeH200s, exposed, exposed_in_bodies
 
 ROWS, WIDTH, LAYERS, DEVICES = 32768, 8192, 6, 4
 WEIGHT = 2 * WIDTH * WIDTH
@@ -79,7 +79,7 @@ def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> N
     """Of two weights in an iteration, the first comes in the iteration before.
 
     The second comes beside the first's matmul.  Only the program's first weight has
-    nothing before it; the last iteration, behind the scan, gathers its second alone.
+    nothing before it.
     """
 
     def f(x: jax.Array, weights: Any) -> jax.Array:
@@ -93,10 +93,11 @@ def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> N
     weight = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
     spec = (P(None, "fsdp"),) * 2
     schedule = compiled(f, (weight, weight), spec, P(), fsdp).schedule()
-    kinds = Counter(each.kind for each in schedule.communications)
-    assert kinds["AllGather"] == 1, str(schedule)
-    assert kinds["CollectivePermute"] == 3 * (DEVICES - 1), str(schedule)
-    assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
+    inside = [each for each in schedule.communications if each.computation]
+    kinds = Counter(each.kind for each in inside)
+    assert kinds == {"CollectivePermute": 2 * (DEVICES - 1)}, str(schedule)
+    assert not exposed_in_bodies(schedule), str(schedule)
+    assert exposed(schedule, "AllGather") == {0}, str(schedule)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -127,9 +128,9 @@ def test_float32_masters_are_cast_early_and_sent_as_bfloat16(
     assert kinds.keys() == {"AllGather", "CollectivePermute"}, str(schedule)
     permutes = [c for c in schedule.communications if c.kind == "CollectivePermute"]
     assert {c.bytes for c in permutes} == {WEIGHT // devices}, str(schedule)
-    assert all(c.matmuls for c in permutes if c.computation), str(schedule)
-    # The last sum of the program has no matmul left.
-    assert sum(not c.matmuls for c in permutes) < devices, str(schedule)
+    assert not exposed_in_bodies(schedule), str(schedule)
+    # The last sums of the program have little work left.
+    assert sum(not c.matmuls for c in permutes) < 2 * devices, str(schedule)
     gathers = [c for c in schedule.communications if c.kind == "AllGather"]
     assert {c.bytes for c in gathers} == {WEIGHT * (devices - 1) // devices}
 

@@ -540,3 +540,6 @@ def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
     assert row(2.0, 1.25, 1.0).hidden_share == 0.75
     assert row(1.0, 1.0, 0.99).hidden_share is None
     assert row(2.0, 1.8, 1.0, "not pipelined").hidden_share is None
+    slower = str(row(1.0, 1.5, 0.5))
+    assert " slower " in slower
+    assert "%" not in slower

@@ -282,3 +282,10 @@ def test_marks_of_which_the_same_became_are_one_row() -> None:
     assert row == (
         "2 x axis 0: not pipelined, predicted 3 ms; p2p in chunks 9 ms [m.py:3, m.py:5]"
     )
+
+
+def test_a_found_stream_is_compared_with_no_loop() -> None:
+    ranked = (("p2p", 1e-3), ("p2p with 8 chunks", 1.1e-3), ("not pipelined", 2e-3))
+    found = explanation(transfer(), streams=(stream(predicted=ranked, found=True),))
+    (row,) = rows_of(found, "streams")
+    assert "predicted 1 ms; not pipelined 2 ms" in row

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
+from jhost.lowering.cost.choose_schedule import ChooseSchedule
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.program import Program
@@ -36,7 +37,7 @@ def with_communications() -> Program:
     program = built(layers, (8192, 1024), (4, 1024, 1024), tp=2)
     every = passes(settings=StreamDefaults(finds=False), streams=4, rates=RATES)
     steps = (*every.layouts, *every.loops)
-    for step in itertools.takewhile(lambda s: s.name != ChooseCycles.name, steps):
+    for step in itertools.takewhile(lambda s: s.name != ChooseSchedule.name, steps):
         program = step.apply(program)
     return program
 

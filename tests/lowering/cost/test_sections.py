@@ -129,7 +129,7 @@ def test_a_layer_takes_what_one_more_adds_to_a_program(
     assert rates is not None
     settings = StreamDefaults(pipeline="p2p")
     following = passes(settings=settings, streams=4, strict=False)
-    loops = [each for each in following.loops if each.name != "choose_transfers"]
+    loops = [each for each in following.loops if each.name != "choose_schedule"]
 
     def seconds(program: Program, **how: Any) -> float:
         program = run_passes(program, (*following.layouts, *loops))

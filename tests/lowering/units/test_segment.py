@@ -211,13 +211,11 @@ def test_every_pass_is_dumped_in_order(
         "f.12_compute_late.txt",
         "f.13_lower_streams.txt",
         "f.14_order_by_steps.txt",
-        "f.15_choose_cycles.txt",
-        "f.16_choose_transfers.txt",
-        "f.17_leave_to_xla.txt",
-        "f.18_segment.txt",
-        "f.19_schedule_loops.txt",
-        "f.20_insert_deallocations.txt",
-        "f.21_choose_permutes.txt",
+        "f.15_choose_schedule.txt",
+        "f.16_segment.txt",
+        "f.17_schedule_loops.txt",
+        "f.18_insert_deallocations.txt",
+        "f.19_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[5]

@@ -1,0 +1,68 @@
+"""Choose when a program's transfers run: in jhost's order, or as XLA orders them.
+
+Scans become cycles, and transfers outside of loops get their form and their place.
+Each of these is weighed by itself.  In the end the whole program is weighed against the
+program as it was written, which then runs as in `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.bodies import is_pipelined
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LeftToXla
+
+_GAIN = 0.995
+"""The time as in `jax.jit` must be below this share of the time in jhost's order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChooseSchedule:
+    """A program with its loops over chunks -> the same in order, or left to XLA.
+
+    Attributes:
+        order: the passes that move transfers, and the work beside them.
+        leave: the pass that leaves programs between processes to XLA.
+        units: the passes that end a program's loops, and that it is timed behind.
+        rates: by which the order is weighed; None where it is taken as it is.
+    """
+
+    name: ClassVar[str] = "choose_schedule"
+
+    order: Sequence[FollowingPass]
+    leave: FollowingPass
+    units: Sequence[FollowingPass] = ()
+    rates: Rates | None = None
+
+    def apply(self, program: Program) -> Program:
+        ordered = program
+        for step in (*self.order, self.leave):
+            ordered = step.apply(ordered)
+        # Loops over chunks have gained over no loop already, or were asked for.
+        fixed = is_pipelined(program) or has_own_kernels(program)
+        if ordered.body is program.body or fixed or left_to_xla(ordered):
+            return ordered
+        return self.better(program, ordered)
+
+    def better(self, program: Program, ordered: Program) -> Program:
+        """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
+        if self.rates is None:
+            return ordered
+        written, in_order = (self.seconds(each) for each in (program, ordered))
+        if written >= _GAIN * in_order:
+            return ordered
+        report = LeftToXla(axes=(), early=False, predicted=(written, in_order))
+        return dataclasses.replace(program, remarks=(*program.remarks, report))
+
+    def seconds(self, program: Program) -> float:
+        assert self.rates is not None
+        for step in self.units:
+            program = step.apply(program)
+        return predict(program, self.rates).total
