@@ -109,7 +109,7 @@ def passes(
         ConvertToCommunications(),
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
-        CombineSmall(),
+        CombineSmall(device_kind),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),

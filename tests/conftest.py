@@ -313,6 +313,14 @@ def uncombined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def combined_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small transfers become one on CPUs too."""
+    from jhost.lowering.loops import combine_small
+
+    monkeypatch.setattr(combine_small, "JOINED_BY_XLA", frozenset[str]())
+
+
+@pytest.fixture
 def compiled_anew() -> Iterator[None]:
     """XLA compiles all that it is asked for, whatever was kept."""
     jax.config.update("jax_enable_compilation_cache", False)

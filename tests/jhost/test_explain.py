@@ -519,6 +519,7 @@ def step_of(mesh: Mesh) -> tuple[Callable[..., Any], dict[str, Any]]:
     return lambda state, x: jax.grad(lambda s: f(s, x).sum())(state), state
 
 
+@pytest.mark.usefixtures("combined_as_on_gpus")
 def test_values_of_a_step_have_the_user_s_names(
     mesh: Mesh, golden: Callable[..., None]
 ) -> None:

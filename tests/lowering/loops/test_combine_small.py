@@ -25,6 +25,8 @@ from tests import apart
 
 TP: Mapping[str, int] = {"tp": 2}
 
+pytestmark = pytest.mark.usefixtures("combined_as_on_gpus")
+
 
 def whole_numbers(*shape: int, dtype: Any = np.float32) -> Any:
     """Small ones, so that sums in any order are exact."""
@@ -255,3 +257,26 @@ def test_between_processes_large_ones_are_put_in_order_beside_them() -> None:
     assert "XLA partitions" not in text
     for said in ("2 small transfers over dp are one", "an iteration early", "beside"):
         assert said in text
+
+
+def test_on_cpus_they_stay_apart_and_xla_joins_the_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of one vector are kernels of their own, even where layers are alike."""
+    monkeypatch.undo()
+
+    def layers(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+        for w in weights:
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum(x * x)
+
+    f = jhost.jit(
+        jax.grad(layers, argnums=1),
+        mesh=mesh_of(TP),
+        in_shardings=(P("tp"), P("tp")),
+        out_shardings=P(),
+    )
+    args = whole_numbers(8, 8), [whole_numbers(8, 8)] * 3
+    lowered = f.lower(*args)
+    assert " concatenate" not in lowered.as_text()
+    assert lowered.compile().as_text().count(" all-reduce(") == 1
