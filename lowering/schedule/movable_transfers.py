@@ -36,9 +36,12 @@ def cycle_of(
     of_work = {stmt.name for each in work for stmt in each.transfers}
     sums = (each for each in found.late() if of_work.isdisjoint(_sent(each)))
     early, late = tuple(found.early()), (*sums, *work)
-    if not (early or late) or scan.length < 2:
+    if not (early or late):
         return None
-    return Cycle(scan, early, late, found.core(early, late), found.counted)
+    cycle = Cycle(scan, early, late, found.core(early, late), found.counted)
+    # With no iteration left in the scan XLA sees straight lines.  It would merge what
+    # the backward gathers again with what the forward gathered, and keep it from there.
+    return cycle if cycle.inside else None
 
 
 class MovableTransfers:

@@ -78,7 +78,8 @@ def scans(program: Program) -> list[Scan]:
 def test_gradients_are_exact_for_any_length(specs: str, length: int) -> None:
     how = settings({"fsdp": FSDP, "dp": DP}[specs])
     program = check(jax.grad(loss, (0, 1)), *operands(length), **how)
-    assert bool(notes(program)) == (length > 1)
+    # Of two iterations, one outside on either side would leave no scan.
+    assert bool(notes(program)) == (length > {"fsdp": 1, "dp": 2}[specs])
 
 
 @pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}], ids=str)
