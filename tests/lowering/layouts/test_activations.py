@@ -31,7 +31,8 @@ def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
             h = h + jnp.tanh(h @ weight)
         return jnp.sum(h * h)
 
-    return sum(jhost.shard(g, P("dp")) for g in jax.grad(loss)((w, v)))
+    of_w, of_v = jax.grad(loss)((w, v))
+    return jhost.shard(of_w, P("dp")) + jhost.shard(of_v, P("dp"))
 
 
 def solver() -> Solver:
@@ -62,7 +63,8 @@ def by_features(solving: Solver) -> Decisions:
     )
     for number, op in enumerate(solving.operations):
         dims = op.results[0] if op.results else ()
-        feature = dims[1].factor if op.sizes[:1] == (ROWS,) and dims[1:] else None
+        last = dims[-1] if op.sizes[:1] == (ROWS,) and len(dims) > 1 else None
+        feature = None if last is None else last.factor
         if feature is None or solving.is_bound(op) or op.forwards:
             made.decide(number, solving.cheapest(number, made))
         else:
