@@ -22,6 +22,8 @@ from jhost.testing import mesh_of
 
 LAYERS, WIDTH, HIDDEN, SHARED, WORDS = 2, 32, 64, 16, 64
 BATCH, SEQUENCE = 4, 16
+pytestmark = pytest.mark.usefixtures("combined_as_on_gpus")
+
 MESHES: list[dict[str, int]] = [
     {"tp": 2},
     {"fsdp": 2},

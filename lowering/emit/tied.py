@@ -8,10 +8,15 @@ for nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set as AbstractSet
 
+from jax.extend.core import Var
+
+from jhost._jax import aval_of
 from jhost.lowering.ir.effects import Aliases, written
 from jhost.lowering.ir.statements import For, Select, Unit, walk
+from jhost.lowering.rules.dim_rule import shape_of
 
 
 def made_in(loop: For) -> frozenset[str]:
@@ -72,3 +77,24 @@ def _contractions(unit: Unit) -> list[AbstractSet[int]]:
         if unit_eqn.rule.contracts:
             found.append(of)
     return found
+
+
+def products_of(unit: Unit) -> list[tuple[int, Var]]:
+    """The results that are products, maybe cast or transposed, with what they are of.
+
+    That is the smallest value on the way from the contraction: of a product that is
+    widened at the end, the product itself.
+    """
+    made: dict[Var, Var] = {}
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        read = [made[v] for v in eqn.invars if isinstance(v, Var) and v in made]
+        if unit_eqn.rule.contracts:
+            made |= {out: out for out in eqn.outvars}
+        elif read and len(eqn.invars) == 1:
+            made |= {out: min(*read, out, key=_bytes) for out in eqn.outvars}
+    return [(n, made[v]) for n, v in enumerate(unit.outvars) if v in made]
+
+
+def _bytes(var: Var) -> int:
+    return math.prod(shape_of(var)) * aval_of(var).dtype.itemsize

@@ -154,12 +154,17 @@ class EqnShard:
 
 
 def evaluate_unit(
-    unit: Unit, args: Sequence[Any], site: Site, widen: bool = True
+    unit: Unit,
+    args: Sequence[Any],
+    site: Site,
+    widen: bool = True,
+    more: Sequence[Var] = (),
 ) -> list[Any]:
     """The unit's results at `site`, each equation under its user's line.
 
     An accumulator may need a wider dtype than a kernel returns.  With `widen` results
-    are converted to it; otherwise they stay as they came.
+    are converted to it; otherwise they stay as they came.  Values of the unit that are
+    asked for come behind its results: `more`.
     """
     env: dict[Var, Any] = dict(zip(unit.invars, args, strict=True))
     for unit_eqn in unit.eqns:
@@ -175,7 +180,7 @@ def evaluate_unit(
                 outs = unit_eqn.rule.rebind(eqn, operands, EqnShard(unit_eqn, site))
                 outs = _for_accumulators(unit_eqn, outs, widen)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [env[var] for var in unit.outvars]
+    return [env[var] for var in (*unit.outvars, *more)]
 
 
 def _for_accumulators(

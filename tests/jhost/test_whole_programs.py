@@ -190,6 +190,7 @@ def accumulated(begin: Any, weights: Any, batches: jax.Array) -> Any:
     return lax.scan(add, begin, batches)[0]
 
 
+@pytest.mark.usefixtures("combined_as_on_gpus")
 @pytest.mark.parametrize("zero", [True, False])
 def test_gradients_of_microbatches_are_reduced_once(zero: bool) -> None:
     def step(weights: Any, batches: jax.Array) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.sharding import Mesh
 
@@ -52,6 +53,7 @@ from tests.lowering.hand_built import (
     stream,
     zeros,
 )
+from tests.lowering.on_mesh import program_of
 
 TP = Rank("tp")
 
@@ -345,6 +347,25 @@ def test_nothing_is_ordered_outside_loops() -> None:
     body = (compute(jnp.sin, (x,), (y,)), compute(jnp.cos, (x,), (z,)))
     host_ir = program(mesh_of(), (x,), (y, z), *body)
     assert not barriers(equations(host_ir, mesh_of(), X))
+
+
+def test_a_product_for_what_stands_behind_a_scan_is_made_before_it() -> None:
+    """Else XLA would keep what the product reads for all of the scan."""
+
+    def f(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kept = (x.T @ x).astype(np.float32)
+        ended, _ = lax.scan(lambda c, w: (c @ w, None), x, w)
+        return ended, jnp.sin(kept)
+
+    shapes = (4, 8), (3, 8, 8)
+    args = [np.ones(shape, jnp.bfloat16) for shape in shapes]
+    mesh = mesh_of(tp=2)
+    eqns = equations(program_of(f, *args, mesh=mesh), mesh, *args)
+    product = next(e for e in eqns if e.primitive.name == "dot_general")
+    (scan,) = (e for e in eqns if e.primitive.name == "scan")
+    (barrier,) = (e for e in eqns if e.primitive.name == "optimization_barrier")
+    assert product.outvars[0] in barrier.invars
+    assert not {*barrier.outvars}.isdisjoint(scan.invars)
 
 
 def gathers(streams: int) -> Program:
