@@ -23,7 +23,7 @@ def _numbers(tree: Any) -> Any:
             return np.zeros(jnp.shape(leaf), jax.dtypes.float0)
         count = np.arange(np.prod(jnp.shape(leaf), dtype=int))
         numbers = (count % 3 - 1).reshape(jnp.shape(leaf))
-        return numbers.astype(jnp.result_type(leaf))
+        return jnp.array(numbers, jnp.result_type(leaf))
 
     return jax.tree.map(one, tree)
 

@@ -128,7 +128,8 @@ def test_float32_masters_are_cast_early_and_sent_as_bfloat16(
     assert kinds.keys() == {"AllGather", "CollectivePermute"}, str(schedule)
     permutes = [c for c in schedule.communications if c.kind == "CollectivePermute"]
     assert {c.bytes for c in permutes} == {WEIGHT // devices}, str(schedule)
-    assert not exposed_in_bodies(schedule), str(schedule)
+    # Over two devices the backward is no cycle, and waits for one gather.
+    assert len(exposed_in_bodies(schedule)) <= (devices == 2), str(schedule)
     # The last sums of the program have little work left.
     assert sum(not c.matmuls for c in permutes) < 2 * devices, str(schedule)
     gathers = [c for c in schedule.communications if c.kind == "AllGather"]

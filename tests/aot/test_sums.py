@@ -42,15 +42,12 @@ def step(mesh: Mesh, **how: Any) -> Any:
 
 
 def test_they_are_beside_what_is_computed_next(dp: Mesh) -> None:
-    """Two swaps each, but for the first layer's sum, behind which nothing is left.
-
-    Nor behind the second swaps of the two before it, which wait for the first ones.
-    """
+    """Two swaps each, but for the first layer's sum, behind which nothing is left."""
     schedule = step(dp).schedule()
     kinds = Counter(each.kind for each in schedule.communications)
     swaps = 2 * (LAYERS - 1)
     assert kinds == {"CollectivePermute": swaps, "AllReduce": 1}, str(schedule)
-    assert exposed(schedule, "CollectivePermute") == {swaps - 2, swaps - 1}, schedule
+    assert not exposed(schedule, "CollectivePermute"), schedule
 
 
 def test_few_are_kept_at_a_time(dp: Mesh) -> None:

@@ -56,6 +56,7 @@ def test_the_setting_of_the_function_counts_as_the_mark() -> None:
     assert communications(program) == ["CollectivePermute tp"] * 2
 
 
+@pytest.mark.usefixtures("combined_as_on_gpus")
 @pytest.mark.parametrize("how", [{}, {"pipeline": "off"}, {"pipeline": "auto"}])
 def test_without_a_pipeline_by_name_the_fewest_bytes_win(how: dict[str, Any]) -> None:
     program = program_of(block(**how), *small(), **tp(4, *BLOCK))
@@ -139,6 +140,7 @@ def test_constraints_do_not_give_way_to_a_stream() -> None:
     assert [dim.axes for dim in result.dims] == [("tp",), ()]
 
 
+@pytest.mark.usefixtures("combined_as_on_gpus")
 def test_chunks_move_along_one_of_the_axes_of_a_dim() -> None:
     """Rows over both axes, weights over both: what moves over dp is not hidden.
 
