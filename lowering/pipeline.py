@@ -122,9 +122,7 @@ def passes(
     weighed = transfers.of_candidates()
     (every,) = _shared(shares, moving_all(weighed))
     cycles = ChooseCycles(transfers, every)
-    schedule = ChooseSchedule(
-        _shared(shares, cycles, transfers), leave, units, transfers.rates_to_weigh
-    )
+    schedule = ChooseSchedule(_shared(shares, cycles, transfers), leave, transfers)
     of_candidates = *_shared(shares, weighed), leave, *units
     loops = *to_loops, schedule, *units
     return Passes(

@@ -51,7 +51,7 @@ class _Decision:
 
     @property
     def most(self) -> float:
-        """What moves is worth it below this share of the time without it."""
+        """The time must be below this share of the time without it."""
         works = isinstance(self.moved, Cycle) and self.moved.beside_work
         return _GAIN_OF_WORK if works else _GAIN
 

@@ -73,9 +73,9 @@ class FoundStreamsChoice:
             self.leave(stream, before)
             return
         outcomes = [plain]
-        kept = before
-        for candidate in self.candidates(stream, outcomes):
-            if not self.leaves_more(stream, outcomes):
+        kept, enough = before, plain.seconds - self.least(stream)
+        for candidate in self.candidates(stream, outcomes, enough):
+            if not self.leaves_more(outcomes, enough):
                 break
             outcome = self.outcome(self.looped, stream, candidate)
             if outcome is None:
@@ -87,8 +87,7 @@ class FoundStreamsChoice:
             if outcome.seconds > _HOPELESS * plain.seconds:
                 break
         best = min((each.seconds for each in outcomes[1:]), default=math.inf)
-        enough = min(plain.seconds - self.least(stream), _NOTABLE * plain.seconds)
-        if best < enough:
+        if best < min(enough, _NOTABLE * plain.seconds):
             self.chosen = self.said(stream, kept, outcomes)
         else:
             self.leave(stream, before, outcomes)
@@ -105,11 +104,12 @@ class FoundStreamsChoice:
         self.left.append(LeftStream(lines=stream.lines, predicted=predicted))
 
     def candidates(
-        self, stream: FoundStream, outcomes: Sequence[Outcome]
+        self, stream: FoundStream, outcomes: Sequence[Outcome], enough: float
     ) -> Iterator[StreamChoice]:
         """What the marks may ask for; what wins most often comes first.
 
-        `outcomes` has those of the candidates before.
+        `outcomes` has those of the candidates before.  A loop is good in less than
+        `enough` seconds.
         """
         first = stream.marks[0][0]
         yield first
@@ -118,30 +118,26 @@ class FoundStreamsChoice:
             # Loops without sums are the same wherever sums are to stand.
             if adds_up(outcomes[-1].program):
                 yield first.with_spec(sums="whole")
-        plain, *looped = outcomes
-        best, enough = min(looped, key=_seconds), plain.seconds - self.least(stream)
+        best = min(outcomes[1:], key=_seconds)
         # More chunks hide more, but each chunk costs launches.
         if best.compute < enough <= best.seconds and (chunks := chunks_of(best)):
             yield best.mark.with_spec(chunks=2 * chunks)
 
-    def leaves_more(self, stream: FoundStream, outcomes: Sequence[Outcome]) -> bool:
+    def leaves_more(self, outcomes: Sequence[Outcome], enough: float) -> bool:
         """Whether another candidate could gain enough over the best one so far."""
         best = min(outcomes, key=_seconds)
         # What computes nearly all the time has little left to hide.
         if len(outcomes) > 1:
             return best.compute < _CLOSE * best.seconds
-        return best.compute < best.seconds - self.least(stream)
+        return best.compute < enough
 
     def least(self, stream: FoundStream) -> float:
         """The seconds that a loop has to gain in the section where it is weighed."""
+        first = stream.marks[0]
+        numbers = numbers_of(all_marks(self.plain.program), first)
         # A layer has one mark of the smallest group.
-        (numbers, count) = self.places(stream), len(stream.marks[0])
-        layers = 1 if self.plain.layer(numbers) is None else count
+        layers = 1 if self.plain.layer(numbers) is None else len(first)
         return least_gain(stream, self.rates) / layers
-
-    def places(self, stream: FoundStream) -> Sequence[int]:
-        """The numbers of the marks by which a section is found for a stream."""
-        return numbers_of(all_marks(self.plain.program), stream.marks[0])
 
     def outcome(
         self,

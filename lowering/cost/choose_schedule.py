@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
-from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
-from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import is_pipelined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftToXla
@@ -30,16 +29,14 @@ class ChooseSchedule:
     Attributes:
         order: the passes that move transfers, and the work beside them.
         leave: the pass that leaves programs between processes to XLA.
-        units: the passes that end a program's loops, and that it is timed behind.
-        rates: by which the order is weighed; None where it is taken as it is.
+        transfers: what says how long a program takes, and whether that decides.
     """
 
     name: ClassVar[str] = "choose_schedule"
 
     order: Sequence[FollowingPass]
     leave: FollowingPass
-    units: Sequence[FollowingPass] = ()
-    rates: Rates | None = None
+    transfers: ChooseTransfers
 
     def apply(self, program: Program) -> Program:
         ordered = program
@@ -53,16 +50,10 @@ class ChooseSchedule:
 
     def better(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
-        if self.rates is None:
+        if not self.transfers.may_leave_to_xla:
             return ordered
-        written, in_order = (self.seconds(each) for each in (program, ordered))
+        written, in_order = map(self.transfers.seconds, (program, ordered))
         if written >= _GAIN * in_order:
             return ordered
         report = LeftToXla(axes=(), early=False, predicted=(written, in_order))
         return dataclasses.replace(program, remarks=(*program.remarks, report))
-
-    def seconds(self, program: Program) -> float:
-        assert self.rates is not None
-        for step in self.units:
-            program = step.apply(program)
-        return predict(program, self.rates).total

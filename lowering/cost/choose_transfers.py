@@ -86,10 +86,9 @@ class ChooseTransfers(EachProgram):
     """Whether work may move beside transfers as well."""
 
     @property
-    def rates_to_weigh(self) -> Rates | None:
-        """The rates by which a whole program is weighed; None if nothing is open."""
-        open_here = self.pipeline == "auto" and not self.between
-        return self.rates if open_here else None
+    def may_leave_to_xla(self) -> bool:
+        """Whether the predicted time decides if a whole program is left to XLA."""
+        return self.rates is not None and self.pipeline == "auto" and not self.between
 
     def of_candidates(self) -> ChooseTransfers:
         """The pass for candidates of pipelines.

@@ -98,22 +98,15 @@ class StreamBounds:
 
     def spare_host_of(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
         match stmt:
-            case Scan(body=body, length=length):
-                return length * self.spare_host(body)
-            case While(body=body):
-                return ITERATIONS * self.spare_host(body)
-            case Cond(branches=branches):
-                return max(map(self.spare_host, branches), default=0.0)
-            case Communicate(kind=kind, axes=axes, source=source):
-                devices, link = axes_size(axes, mesh), self.rates.link(kind, axes)
-                received = received_bytes(kind, bytes_of(source), devices)
-                return link.seconds(kind, received, devices) - link.host
+            case Communicate(kind=kind, axes=axes):
+                host = self.rates.link(kind, axes).host
+                return self.seconds_of_transfer(stmt, mesh) - host
             case Compute() if has_contraction(stmt):
                 return self.seconds(stmt, mesh) - self.rates.host
             case Compute(ins=ins, outs=outs):
                 return sum(map(bytes_of, (*ins, *outs))) / self.rates.memory
             case _:
-                return 0.0
+                return _in_bodies(stmt, self.spare_host)
 
     def more_host(self, program: Program, moved: Set[str]) -> float:
         """The seconds for which launching permutes keeps the host at least.
@@ -141,19 +134,9 @@ class StreamBounds:
         return sum(self.work_of(stmt, mesh) for stmt in program.body)
 
     def work_of(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
-        match stmt:
-            case Compute():
-                return self.seconds(stmt, mesh)
-            case Scan(body=body, length=length):
-                return length * self.work(body)
-            case While(body=body):
-                # Nobody knows before how many times it will run.
-                return ITERATIONS * self.work(body)
-            case Cond(branches=branches):
-                # Nor which branch will run, so the slowest counts.
-                return max(map(self.work, branches), default=0.0)
-            case _:
-                return 0.0
+        if isinstance(stmt, Compute):
+            return self.seconds(stmt, mesh)
+        return _in_bodies(stmt, self.work)
 
     def seconds(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
         """What a contraction or a communication takes by itself; others nothing."""
@@ -162,14 +145,33 @@ class StreamBounds:
                 # The last device: under a causal mask no other has as much work.
                 at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in mesh.items()}
                 return sum(k.seconds(self.rates) for k in kernels(stmt, mesh, at))
-            case Communicate(kind=kind, axes=axes, source=source):
-                if not self.may_hide(stmt):
-                    return 0.0
-                devices = axes_size(axes, mesh)
-                received = received_bytes(kind, bytes_of(source), devices)
-                return self.rates.link(kind, axes).seconds(kind, received, devices)
+            case Communicate() if self.may_hide(stmt):
+                return self.seconds_of_transfer(stmt, mesh)
             case _:
                 return 0.0
+
+    def seconds_of_transfer(self, stmt: Communicate, mesh: Mapping[str, int]) -> float:
+        devices, link = (
+            axes_size(stmt.axes, mesh),
+            self.rates.link(stmt.kind, stmt.axes),
+        )
+        received = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
+        return link.seconds(stmt.kind, received, devices)
+
+
+def _in_bodies(stmt: Stmt, seconds: Callable[[Program], float]) -> float:
+    """What the bodies of a statement take, as often as they run."""
+    match stmt:
+        case Scan(body=body, length=length):
+            return length * seconds(body)
+        case While(body=body):
+            # Nobody knows before how many times it will run.
+            return ITERATIONS * seconds(body)
+        case Cond(branches=branches):
+            # Nor which branch will run, so the slowest counts.
+            return max(map(seconds, branches), default=0.0)
+        case _:
+            return 0.0
 
 
 def _carried(scan: Scan) -> Mapping[str, str]:

@@ -36,8 +36,8 @@ class WorkBeside:
         self.starts = [0.0, *self.ends[:-1]]
         self.total = sum(seconds)
         again = carried is not None
-        self.ready = self._ready({}, -math.inf if again else 0.0)
-        self.needed = self._needed({}, math.inf if again else self.total)
+        self._find_ready({}, -math.inf if again else 0.0)
+        self._find_needed({}, math.inf if again else self.total)
         if carried:
             self._tie_iterations(carried)
 
@@ -50,8 +50,8 @@ class WorkBeside:
         """A carried value comes from one iteration, and is needed in the next."""
         made = {name: self._made(result) for name, result in carried.items()}
         read = {result: self._read(name) for name, result in carried.items()}
-        self.ready = self._ready(made, -math.inf)
-        self.needed = self._needed(read, math.inf)
+        self._find_ready(made, -math.inf)
+        self._find_needed(read, math.inf)
 
     def _made(self, result: str) -> float:
         """When the iteration before made a result."""
@@ -71,16 +71,15 @@ class WorkBeside:
         """When the first work starts of those that need a node's operands."""
         return self.starts[number] if self.works[number] else self.needed[number]
 
-    def _ready(self, made: Mapping[str, float], first: float) -> list[float]:
+    def _find_ready(self, made: Mapping[str, float], first: float) -> None:
         """When the operands of each node are there; params not in `made` at `first`."""
-        self.ready = ready = [first] * len(self.graph)
+        self.ready = [first] * len(self.graph)
         for number, node in enumerate(self.graph):
             before = map(self._done, self.graph.before[number])
             params = (made[b.name] for b in node.reads if b.name in made)
-            ready[number] = max([*before, *params], default=first)
-        return ready
+            self.ready[number] = max([*before, *params], default=first)
 
-    def _needed(self, read: Mapping[str, float], last: float) -> list[float]:
+    def _find_needed(self, read: Mapping[str, float], last: float) -> None:
         """When each node's results are needed; results not in `read` at `last`."""
         self.needed = needed = [
             min((read[b.name] for b in node.writes if b.name in read), default=last)
@@ -89,4 +88,3 @@ class WorkBeside:
         for number in reversed(range(len(self.graph))):
             for other in self.graph.before[number]:
                 needed[other] = min(needed[other], self._due(number))
-        return needed

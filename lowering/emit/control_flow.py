@@ -20,7 +20,7 @@ class RunBody(Protocol):
 
 
 def first_read(stmt: ir.ControlFlow) -> Sequence[ir.Buffer]:
-    """The operands without which nothing of `stmt` can run."""
+    """The operands that `stmt` needs before anything of it can run."""
     return (stmt.index,) if isinstance(stmt, ir.Cond) else stmt.carry
 
 

@@ -8,13 +8,13 @@ for nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set as AbstractSet
 
 from jax.extend.core import Var
 
 from jhost._jax import aval_of
 from jhost.lowering.ir.effects import Aliases, written
+from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.statements import For, Select, Unit, walk
 from jhost.lowering.rules.dim_rule import shape_of
 
@@ -97,4 +97,4 @@ def products_of(unit: Unit) -> list[tuple[int, Var]]:
 
 
 def _bytes(var: Var) -> int:
-    return math.prod(shape_of(var)) * aval_of(var).dtype.itemsize
+    return size_in_bytes(shape_of(var), aval_of(var).dtype.itemsize)

@@ -239,7 +239,7 @@ class Solver:
     def allowed(
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterable[Assignment]:
-        """The candidates that keep its activation in place, if it is to be kept."""
+        """The candidates; those that leave its activation in place, if that stays."""
         candidates, axis = self.candidates(op, layouts), self.kept
         operand = None if axis is None else self.activations.get(op)
         if axis is None or operand is None:

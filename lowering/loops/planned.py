@@ -75,8 +75,7 @@ def planned(program: Program, strict: bool) -> PlannedStreams:
     if unmet := [*wishes_that_fail(graph, plan, mesh)]:
         return planned(without_wishes(program, unmet), strict)
     if strict:
-        asked = [mark for mark in stream_choices(program) if not mark.found]
-        check_marks(program, graph, plan, _that_are_on(asked))
+        check_marks(program, graph, plan)
     made = {stream: _choose(stream, graph, plan, mesh, strict) for stream in plan.marks}
     return PlannedStreams(program, graph, plan, made)
 
@@ -166,16 +165,16 @@ def check_marks(
     program: Program,
     graph: Graph,
     plan: StreamPlan,
-    marks: Sequence[StreamChoice],
 ) -> None:
-    """Refuse streams on dims that nothing can work on in chunks.
+    """Refuse marked streams on dims that nothing can work on in chunks.
 
     Either the value's own computation cannot, or the mark asks for chunks and no
     computation around the value can.
     """
     mesh = dict(program.mesh.shape)
+    marks = _that_are_on(stream_choices(program))
     offenders = [
-        *_made_whole(graph, marks, mesh),
+        *_made_whole(graph, [mark for mark in marks if not mark.found], mesh),
         *(
             f"axis={plan.marks[stream].dim} at {plan.marks[stream].where}: {reason}"
             for stream, reason in _without_work(graph, plan)

@@ -60,27 +60,28 @@ class TransferInterval:
 
 def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval]:
     """The intervals of gathers and sums, in the order of their readers."""
-    found: dict[int, TransferInterval] = {}
+    found: list[TransferInterval] = []
+    issued: dict[int, int] = {}
     stays = range(len(blocks.all))
     for number, stmt, reader, working in sorted(
         (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
     ):
-        issued = {number: each.issue for number, each in found.items()}
         ready = ready_at(blocks, stmt, issued, stays)
         issue = next((work for work in working if work > ready), reader)
         if issue < reader:
             _, along = blocks.before(stmt)
-            found[number] = TransferInterval(stmt, ready, issue, reader, tuple(along))
-    return sorted(found.values(), key=lambda each: each.reader)
+            found.append(TransferInterval(stmt, ready, issue, reader, tuple(along)))
+            issued[number] = issue
+    return sorted(found, key=lambda each: each.reader)
 
 
-def hides(block: StatementBlock, stmt: ir.Communicate) -> bool:
-    """Whether a block is work that a transfer may stand beside.
+def hides(block: StatementBlock, kind: ir.CommunicationKind) -> bool:
+    """Whether a block is work that a transfer of a kind may stand beside.
 
     Beside a loop stand sums alone: their terms are there anyway.  A gathered value
     would take memory for all iterations.
     """
-    return block.contracts if stmt.kind in GATHERING else block.works
+    return block.contracts if kind in GATHERING else block.works
 
 
 def ready_at(
@@ -107,12 +108,14 @@ _Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
 
 
 def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
+    working = _working(blocks, "AllReduce")  # and so for each kind of sum
     for number, stmt in blocks.transfers():
         if stmt.kind in SUMS and is_open(stmt):
-            yield number, stmt, blocks.reader(number, stmt), _working(blocks, stmt)
+            yield number, stmt, blocks.reader(number, stmt), working
 
 
 def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
+    working = _working(blocks, "AllGather")
     found = [
         (number, stmt, blocks.reader(number, stmt))
         for number, stmt in blocks.transfers()
@@ -129,7 +132,6 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
         while sum(size for _, size in unread) + larger_side(stmt) > window:
             turn, _ = unread.pop(0)
         unread.append((reader, larger_side(stmt)))
-        working = _working(blocks, stmt)
         ahead = [work for work in working if work < reader][-_AHEAD:]
         ahead = [work for work in ahead if work >= turn]
         full = _last_full(there, number, sum(size for _, size in unread))
@@ -137,9 +139,9 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
         yield number, stmt, reader, [w for w in ahead if w > full] or ahead[-1:]
 
 
-def _working(blocks: StatementBlocks, stmt: ir.Communicate) -> list[int]:
-    """The works that a transfer may stand beside."""
-    return [number for number, block in enumerate(blocks.all) if hides(block, stmt)]
+def _working(blocks: StatementBlocks, kind: ir.CommunicationKind) -> list[int]:
+    """The works that transfers of a kind may stand beside."""
+    return [number for number, block in enumerate(blocks.all) if hides(block, kind)]
 
 
 def _last_full(there: Sequence[int], before: int, gathered: int) -> int:

@@ -175,7 +175,9 @@ class _FreeProducts:
         left = [*stays[ready_at(self.blocks, stmt, {}, stays) + 1 :]]
         found = list[int]()
         reader = self.blocks.first_reader(stmt, left)
-        before = (n for n in left if n < reader and hides(self.blocks.all[n], stmt))
+        before = (
+            n for n in left if n < reader and hides(self.blocks.all[n], stmt.kind)
+        )
         if (work := next(before, None)) is not None:
             self.stays(work)
             return []

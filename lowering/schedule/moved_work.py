@@ -126,7 +126,7 @@ class WorkOrder:
         issued = {each: window.works[0] for each, window in self.windows.items()}
         ready, reader = ready_at(blocks, stmt, issued, self.place), self.reader(number)
         inside = self.order[ready + 1 : self.place[reader]]
-        works = [each for each in inside if hides(blocks.all[each], stmt)]
+        works = [each for each in inside if hides(blocks.all[each], stmt.kind)]
         return _BesideTransfer(stmt, reader, works)
 
     def reader(self, number: int) -> int:
