@@ -32,18 +32,21 @@ class Kernel:
         matmul: batch, m, n and k of its product, if it has one.
         between: for a kernel of several products, the bytes moved from one product to
             the next.  Arithmetic does not hide them.
+        choices: how many branches are chosen when it runs.
     """
 
     traffic: int
     matmul: tuple[int, int, int, int] | None = None
     between: int = 0
+    choices: int = 0
 
     def seconds(self, rates: Rates) -> float:
         """How long it takes: as long as the slower of arithmetic and memory."""
         arithmetic = rates.matmul_seconds(*self.matmul) if self.matmul else 0.0
         # A kernel loads while it multiplies: the two overlap.
         slower = max(arithmetic, self.traffic / rates.memory)
-        return rates.launch + slower + self.between / rates.memory
+        waiting = rates.launch + self.choices * rates.choice
+        return waiting + slower + self.between / rates.memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class _UnitKernels:
                 written = set(map(id, eqn.outvars))
                 traffic, matmul = self.traffic(read | written), self.matmul(unit_eqn)
                 between = self.between(unit_eqn) + 2 * self.traffic(ordered(eqn))
-                kernel = Kernel(traffic, matmul, between)
+                kernel = Kernel(traffic, matmul, between, self.choices(unit_eqn))
                 yield Launch(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
             for read, written in self.connected(fusion):
@@ -216,6 +219,11 @@ class _UnitKernels:
         """The bytes that a contraction moves between its products."""
         rule, shard = unit_eqn.rule, self.shard(unit_eqn)
         return rule.traffic(shard) if rule.traffic else 0
+
+    def choices(self, unit_eqn: UnitEqn) -> int:
+        """How many branches a contraction chooses when it runs."""
+        rule, shard = unit_eqn.rule, self.shard(unit_eqn)
+        return rule.choices(shard) if rule.choices else 0
 
     def sizes(self) -> dict[int, int]:
         """The bytes of each value here."""

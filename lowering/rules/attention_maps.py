@@ -138,15 +138,17 @@ class Maps:
         window = AttentionWindow(
             queries=queries, keys=keys, left=self.left, right=self.right
         )
+        rebind = blocks(
+            window=window,
+            sizes=(self.sizes.T, self.sizes.S),
+            operands=(*made.operands, (self.queries,), (self.keys,)),
+            results=made.results,
+            combine=combine,
+        )
         return dataclasses.replace(
             made,
-            rebind=blocks(
-                window=window,
-                sizes=(self.sizes.T, self.sizes.S),
-                operands=(*made.operands, (self.queries,), (self.keys,)),
-                results=made.results,
-                combine=combine,
-            ),
+            rebind=rebind,
+            choices=rebind.choices,
             counted=frozenset({queries, keys} if self.counts else ()),
             window=None if window.sees_all else window,
             # Two parts combine by their softmax statistics.  A layout holds one array

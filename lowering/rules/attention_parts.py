@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jax.extend.core import JaxprEqn
 from jhost._dtypes import summed_in
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Shard
+
+Way: TypeAlias = Literal["whole", "as it is", "halves", "masked", "blocks"]
 
 # In all chunks of a loop together: XLA compiles a few matmuls for each.
 _MOST_BLOCKS = 32
@@ -139,23 +141,46 @@ class AttentionBlocks(abc.ABC):
         self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard
     ) -> Sequence[Any]:
         """The results of a part, by the way that costs least where the part stands."""
-        both = self.queries, self.keys
-        here = tuple(map(shard.size, both))
+        match self.way(shard):
+            case "whole":
+                return self.whole(eqn, args)
+            case "as it is":
+                return self.as_it_is(eqn, args)
+            case "halves":
+                both = self.queries, self.keys
+                first, *_ = map(operator.sub, *map(shard.starts, both))
+                return self.halves(eqn, args, shard.size(self.queries) // 2, first)
+            case "masked":
+                return self.masked(eqn, args)
+            case "blocks":
+                rows, columns = self.blocks(shard)
+                return self.along(
+                    self.queries, [self.row(eqn, args, row, columns) for row in rows]
+                )
+
+    def way(self, shard: Shard) -> Way:
+        """How a part is computed."""
+        here = shard.size(self.queries), shard.size(self.keys)
         if here == self.sizes:
-            return self.whole(eqn, args)
+            return "whole"
         # Without a mask positions do not matter, so a part runs like the whole.
         if self.window.sees_all:
-            return self.as_it_is(eqn, args)
+            return "as it is"
         # All that a device has in zigzag order: two halves, one early and one late.
         if self.sizes == tuple(size * shard.zigzag for size in here):
-            first, *_ = map(operator.sub, *map(shard.starts, both))
-            return self.halves(eqn, args, here[0] // 2, first)
-        if 0 in here:
-            return self.masked(eqn, args)
-        rows, columns = self.blocks(shard)
-        return self.along(
-            self.queries, [self.row(eqn, args, row, columns) for row in rows]
-        )
+            return "halves"
+        return "masked" if 0 in here else "blocks"
+
+    def choices(self, shard: Shard) -> int:
+        """How many branches a part chooses when it runs, because devices differ."""
+        match self.way(shard):
+            case "halves":
+                return 1
+            case "blocks" if shard.varies(self.queries) or shard.varies(self.keys):
+                rows, columns = self.blocks(shard)
+                return len(rows) * len(columns)
+            case _:
+                return 0
 
     def blocks(self, shard: Shard) -> tuple[list[PositionRun], list[PositionRun]]:
         """The runs of queries and those of keys: squares, if those are not too many."""

@@ -83,6 +83,10 @@ class Shard(Protocol):
         """A number that divides the stretches' size, and where each of them begins."""
         ...
 
+    def varies(self, factor: int) -> bool:
+        """Whether devices work on different steps of `factor`."""
+        ...
+
     def parts(self, factor: int) -> int:
         """The number of devices that `factor` is spread over."""
         ...
@@ -186,6 +190,7 @@ class DimRule:
         matmul: for a kernel that multiplies matrices inside, the batch, m, n and k of
             a product that is as much work.
         traffic: for such a kernel, the bytes that it moves between its products.
+        choices: for such a kernel, how many branches it chooses when it runs.
         pinned: for each factor, the mesh axes that the equation itself names; it works
             on no others.
         windowed: the factors whose steps read windows of some operand.
@@ -208,6 +213,7 @@ class DimRule:
     reason: str = ""
     matmul: Callable[[Shard], tuple[int, int, int, int]] | None = None
     traffic: Callable[[Shard], int] | None = None
+    choices: Callable[[Shard], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
     windowed: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)

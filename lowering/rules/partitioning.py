@@ -143,6 +143,10 @@ class _WholeAsShard:
     def size(self, factor: int) -> int:
         return self.sizes[factor]
 
+    def varies(self, factor: int) -> bool:
+        del factor
+        return False
+
     def parts(self, factor: int) -> int:
         del factor
         return 1

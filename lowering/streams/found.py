@@ -126,7 +126,9 @@ class _StreamSearch:
     def parts(self, buffer: Buffer, dim: int) -> Parts:
         """The nodes that would be in the stream of a mark on that dim."""
         spec = PipelineSpec(pipeline=None, chunks=None)
-        mark = StreamChoice(buffer=buffer.name, dim=dim, spec=spec, lines=())
+        mark = StreamChoice(
+            buffer=buffer.name, dim=dim, spec=spec, lines=(), found=True
+        )
         plan = plan_streams(self.graph, [mark], self.serial, self.mesh)
         return plan.participations
 

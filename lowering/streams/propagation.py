@@ -14,7 +14,7 @@ from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.requests import merge_choices
-from jhost.lowering.ir.statements import Buffer
+from jhost.lowering.ir.statements import Buffer, Compute
 from jhost.lowering.streams.participation import (
     ONE,
     Access,
@@ -203,6 +203,8 @@ class Propagation:
                 if not self.meet(part.stream, access, *self.values[buffer.name]):
                     return "one of its results is in another stream"
         stream = self.root(part.stream)
+        if self.marks[stream].found and _cuts_seen(node, part):
+            return "queries in chunks see different keys on each device"
         own = part.steps
         known = self.steps.get(stream, own)
         steps = _gcd(known, own)
@@ -341,6 +343,20 @@ class Propagation:
             if reached & {b.name for b in (*node.reads, *node.writes)}:
                 self.declined.setdefault(number, undivided(parts[number].size))
         return left_out
+
+
+def _cuts_seen(node: Node, part: Participation) -> bool:
+    """Whether a part cuts queries that do not see all keys.
+
+    It chooses on each device, block by block, which keys its queries see.  That costs
+    more than the loop hides: two such loops made a step of Llama 8B over four H200s
+    3 % slower than the same with attention whole.
+    """
+    if not isinstance(node.stmt, Compute):
+        return False
+    (unit_eqn,) = node.stmt.unit.eqns
+    window = unit_eqn.rule.window
+    return window is not None and part.factor == window.queries
 
 
 def _common_denominator(parts: Iterable[Participation]) -> Fraction:

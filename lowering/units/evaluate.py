@@ -13,6 +13,7 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of, traced_on_mesh, user_context
 from jhost.lowering.ir import zigzag
+from jhost.lowering.ir.index import Index, Rank, leaves
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.statements import Chunk, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, part_shape, shape_of
@@ -23,13 +24,17 @@ from jhost.lowering.units.callbacks import call_once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAt:
-    """An `ir.Chunk` at one iteration; `start` may be a traced scalar."""
+    """An `ir.Chunk` at one iteration; `start` may be a traced scalar.
+
+    `index` is the expression that `start` is the value of.
+    """
 
     start: Any
     size: int
     extent: int
     groups: int = 1
     grain: int = 1
+    index: Index | None = None
 
     @classmethod
     def of(cls, chunk: Chunk, start: Any, size: int) -> Self:
@@ -40,6 +45,7 @@ class ChunkAt:
             extent=chunk.extent,
             groups=chunk.groups,
             grain=chunk.grain,
+            index=chunk.start,
         )
 
 
@@ -105,6 +111,13 @@ class EqnShard:
             parts = 2 * self.unit_eqn.zigzag
             grain = math.gcd(grain, self.unit_eqn.rule.sizes[factor] // parts)
         return grain
+
+    def varies(self, factor: int) -> bool:
+        """Whether devices work on different steps of `factor`."""
+        chunk = self._chunk(factor)
+        index = chunk and chunk.index
+        ranks = (isinstance(leaf, Rank) for leaf in leaves(index)) if index else ()
+        return bool(self.unit_eqn.axes[factor]) or any(ranks)
 
     def parts(self, factor: int) -> int:
         """The number of devices that `factor` is spread over."""

@@ -172,6 +172,9 @@ class _Shard:
     def grain(self, factor: int) -> int:
         return self.shape[factor][1]
 
+    def varies(self, factor: int) -> bool:
+        return self.size(factor) < self.sizes[factor]
+
     def parts(self, factor: int) -> int:
         return -(-self.sizes[factor] // self.size(factor))
 

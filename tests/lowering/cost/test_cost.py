@@ -21,12 +21,16 @@ from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
 from jhost.lowering.cost.simulate import ends_of, predict
 from jhost.lowering.cost.tasks import Task, unrolled
+from jhost.lowering.ir.index import LoopIndex, Rank
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
-from jhost.lowering.ir.statements import CommunicationKind, Compute
+from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.ir.statements import CommunicationKind, Compute, walk
+from jhost.lowering.pipeline import passes, run_passes
 from jhost.lowering.units.make import unit_of
 from tests.lowering.hand_built import buffer
-from tests.lowering.traced import lowered
+from tests.lowering.rules.reference_attention import as_with_cudnn
+from tests.lowering.traced import built, lowered
 
 # Round numbers: a multiply-add, a byte in memory and a byte on the wire take 1 s.
 LINK = Link(latency=0, bandwidth=1, host=0, beside_compute=True)
@@ -72,6 +76,37 @@ def test_a_contraction_is_a_kernel_and_its_neighbours_fuse() -> None:
         Kernel(4 * (24 + 40 + 60), (1, 6, 10, 4)),
         Kernel(4 * (60 + 60)),  # the product in, the result out, nothing in between
     ]
+
+
+@pytest.mark.parametrize(("causal", "blocks"), [(False, 0), (True, 4)])
+def test_each_block_of_keys_is_a_choice_where_queries_see_only_some(
+    causal: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_with_cudnn(monkeypatch)
+
+    def f(q: jax.Array, k: jax.Array, w: jax.Array) -> jax.Array:
+        q, k = (jhost.shard(x, P(None, None, "tp")) for x in (q, k))
+        mixed = jax.nn.dot_product_attention(
+            q, k, k, is_causal=causal, implementation="cudnn"
+        )
+        rows = jnp.reshape(mixed, (*mixed.shape[:2], -1)) @ jhost.shard(w, P("tp"))
+        rows = jhost.stream(rows, axis=1, pipeline="p2p")
+        return jhost.shard(rows, P(None, "tp"))
+
+    shapes = (2, 512, 4, 64), (2, 512, 4, 64), (256, 256)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    settings = StreamDefaults()
+    every = passes(settings=settings, streams=4, rates=None).all
+    program = run_passes(built(f, *types, tp=4), every)
+    found = [
+        kernel
+        for stmt in walk(program.body)
+        if isinstance(stmt, Compute) and stmt.chunk is not None
+        for kernel in kernels(stmt, {"tp": 4}, {Rank("tp"): 1, LoopIndex("i"): 0})
+    ]
+    assert max(kernel.choices for kernel in found) == blocks
+    waiting = [kernel.seconds(dataclasses.replace(RATES, choice=7)) for kernel in found]
+    assert max(waiting) >= 7 * blocks
 
 
 def test_a_barrier_costs_nothing() -> None:

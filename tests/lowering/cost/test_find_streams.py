@@ -31,11 +31,12 @@ from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftStream, Note, Search, StreamReport
 from jhost.lowering.ir.requests import StreamDefaults, stream_choices
-from jhost.lowering.ir.statements import Communicate, Compute, Scan
+from jhost.lowering.ir.statements import Communicate, Compute, Scan, UnitEqn, walk
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.runtime.devices import devices_of
 from jhost.testing import mesh_of
 from tests import finding
+from tests.lowering.rules.reference_attention import as_with_cudnn
 from tests.lowering.traced import built
 
 ROWS, HIDDEN, FFN = 8192, 4096, 14336
@@ -385,6 +386,49 @@ def weights_ahead(x: jax.Array, weights: jax.Array) -> jax.Array:
 
     x = jhost.shard(x, P("tp", None))
     return lax.scan(layer, x, jhost.shard(weights, P(None, "tp", None)))[0]
+
+
+def attending(causal: bool) -> Callable[..., jax.Array]:
+    """Heads over tp; rows over tp before and behind."""
+
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        x, *into = jhost.shard(x, P(None, "tp", None)), *weights[:3]
+        out = jhost.shard(weights[3], P("tp", None))
+
+        def heads(weight: jax.Array) -> jax.Array:
+            laid = jhost.shard(x @ jhost.shard(weight, P(None, "tp")), features)
+            return jnp.reshape(laid, (*x.shape[:2], -1, 128))
+
+        features = P(None, None, "tp")
+        queries, keys, values = map(heads, into)
+        mixed = jax.nn.dot_product_attention(
+            queries, keys, values, is_causal=causal, implementation="cudnn"
+        )
+        mixed = jnp.reshape(mixed, (*x.shape[:2], -1))
+        return jhost.shard(mixed @ out, P(None, "tp", None))
+
+    return f
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_attention_stays_whole_between_found_loops(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_with_cudnn(monkeypatch)
+    shapes = (8, 2048, HIDDEN), *[(HIDDEN, HIDDEN)] * 4
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = lowered(attending(causal), types)
+    assert count_loops(program)
+    kernels = [
+        stmt
+        for stmt in walk(program.body)
+        if isinstance(stmt, Compute) and any(map(_attends, stmt.unit.eqns))
+    ]
+    assert all((stmt.chunk is None) == causal for stmt in kernels)
+
+
+def _attends(unit_eqn: UnitEqn) -> bool:
+    return "attention" in unit_eqn.eqn.primitive.name
 
 
 def test_weights_that_can_be_gathered_ahead_are_in_no_stream() -> None:
