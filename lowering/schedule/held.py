@@ -1,15 +1,16 @@
 """How many bytes a program holds while each of its blocks runs.
 
 It is an estimate: XLA decides what it keeps.  Values count from the block that makes
-them to their last reader.  XLA fuses cheap values into their readers, so these count
-only where a contraction reads them, and what they are made of counts for them.  Params
-and results do not count: they have memory outside.
+them to their last reader.  XLA fuses cheap values into their readers, so what these are
+made of counts for them, until a contraction reads them.  XLA writes them for it, in
+place of what they are made of if nothing else reads that, and later readers read what
+it wrote.  Params and results do not count: they have memory outside.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.derived import derived
@@ -32,10 +33,11 @@ def held(blocks: StatementBlocks) -> list[int]:
     lives = _Lives(blocks.results)
     for number, block in enumerate(blocks.all):
         lives.add(number, block, cheap=blocks.fuses(number))
+    replaced = set(lives.replaced())
     changes = [0] * (len(blocks.all) + 1)
     for name, size in lives.sizes.items():
         changes[lives.first[name]] += size
-        changes[lives.last[name] + 1] -= size
+        changes[lives.last[name] + (name not in replaced)] -= size
     there = itertools.accumulate(changes[:-1])
     inside = (_most_inside(block.stmts) for block in blocks.all)
     return [sum(both) for both in zip(there, inside, strict=True)]
@@ -68,18 +70,19 @@ class _Lives:
         self.made_of: dict[str, frozenset[str]] = {}
         """For each value, the values in memory that it is read from."""
         self.cheap: dict[str, int] = {}
-        """The bytes of cheap values."""
+        """The bytes of cheap values that are in no memory."""
+        self.places: list[tuple[int, set[str]]] = []
+        """For each cheap value that is written: the block, and whose place it may take.
+        """
 
     def add(self, number: int, block: StatementBlock, cheap: bool) -> None:
         """Note what the next block reads and makes."""
-        behind = frozenset[str]().union(
-            *(self.made_of.get(name, ()) for name in block.reads)
-        )
+        if block.contracts:
+            for name in sorted(block.reads & self.cheap.keys()):
+                self.write(name, number, block)
+        behind = self.behind(block.reads)
         for name in behind:
             self.last[name] = number
-        if block.contracts:
-            for name in block.reads & self.cheap.keys():
-                self.in_memory(name, number, self.cheap[name])
         sizes = _sizes(block.stmts)
         for name in block.writes:
             size = 0 if name in self.results else sizes.get(name, 0)
@@ -87,10 +90,34 @@ class _Lives:
                 self.cheap[name], self.made_of[name] = size, behind
             else:
                 self.in_memory(name, number, size)
-                self.made_of[name] = frozenset([name])
+
+    def behind(self, names: Iterable[str]) -> frozenset[str]:
+        """The values in memory that some values are read from."""
+        return frozenset[str]().union(*(self.made_of.get(name, ()) for name in names))
+
+    def write(self, name: str, number: int, block: StatementBlock) -> None:
+        """Note that XLA writes a cheap value, because a contraction reads it."""
+        size, behind = self.cheap.pop(name), self.made_of[name]
+        for each in behind:
+            self.last[each] = number
+        # A fusion can write in place of an operand of as many bytes.
+        others = self.behind(block.reads - {name})
+        alike = {each for each in behind - others if self.sizes[each] == size}
+        self.places.append((number, alike))
+        self.in_memory(name, number, size)
+
+    def replaced(self) -> Iterator[str]:
+        """The values in whose place another is written where they are last read."""
+        left = set(self.sizes)
+        for number, alike in self.places:
+            ended = (n for n in sorted(alike & left) if self.last[n] == number)
+            for name in itertools.islice(ended, 1):
+                left.remove(name)
+                yield name
 
     def in_memory(self, name: str, number: int, size: int) -> None:
         self.sizes[name] = size
+        self.made_of[name] = frozenset([name])
         self.first.setdefault(name, number)
         self.last[name] = number
 
