@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from jhost._text import bytes_text
 from jhost.lowering.cost.rates import Rates
@@ -31,7 +31,7 @@ from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Communicate, PipelineKind
+from jhost.lowering.ir.statements import Buffer, Communicate, PipelineKind
 from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.intervals import GATHERING, IsOpen
 from jhost.lowering.schedule.moved_work import MovedWork, with_work_moved
@@ -66,6 +66,13 @@ permutes are weighed beside them.
 _HOW: Mapping[TransferForm, str] = {"permutes": " by permutes", "collective": ""}
 
 
+Decided: TypeAlias = dict[
+    tuple[tuple[Buffer, ...], tuple[Communicate, ...]],
+    bool,
+]
+"""Whether permutes gain, by the params of a program or body, and by its transfers."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseTransfers(EachProgram):
     """Collectives with work before or behind them -> transfers beside that work.
@@ -84,6 +91,12 @@ class ChooseTransfers(EachProgram):
     """The passes that end a program's loops, and that it is timed behind."""
     moves_work: bool = True
     """Whether work may move beside transfers as well."""
+    decided: Decided | None = None
+    """What was decided for other programs with the same transfers; None decides anew.
+
+    Candidates of pipelines share most transfers that stand in no loop.  With marks over
+    two axes, three quarters of the programs that were timed weighed them again.
+    """
 
     @property
     def may_leave_to_xla(self) -> bool:
@@ -91,11 +104,11 @@ class ChooseTransfers(EachProgram):
         return self.rates is not None and self.pipeline == "auto" and not self.between
 
     def of_candidates(self) -> ChooseTransfers:
-        """The pass for candidates of pipelines.
+        """The pass for candidates of pipelines, which decides once for a transfer.
 
         Pipelines have been measured against programs whose work keeps its order.
         """
-        return dataclasses.replace(self, moves_work=False)
+        return dataclasses.replace(self, moves_work=False, decided={})
 
     def change(self, program: Program) -> Program:
         can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
@@ -124,7 +137,7 @@ class ChooseTransfers(EachProgram):
         every = beside_work(program, can_hide)
         ways: dict[str, TransferForm] = {}
         notes: list[Note] = []
-        made = program
+        forms = _Forms(program)
         for way, gathers in _TURNS:
             stmts = [
                 stmt
@@ -137,14 +150,12 @@ class ChooseTransfers(EachProgram):
                 **ways,
                 **{stmt.name: way for stmt in stmts},
             }
-            # Weighed together with the kinds decided before: two transfers that share
-            # one piece of work hide less than each would by itself.
-            other = in_order(program, more)
-            if self.is_better(way, made, other):
-                ways, made = more, other
+            if self.is_better(forms, way, ways, more, stmts):
+                ways = more
                 notes += _said(way, gathers, stmts)
         if not ways:
             return program
+        made = forms.program(ways)
         return dataclasses.replace(made, remarks=(*program.remarks, *notes))
 
     def can_hide(self, stmt: Communicate, mesh: Mapping[str, int]) -> bool:
@@ -179,11 +190,25 @@ class ChooseTransfers(EachProgram):
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
 
-    def is_better(self, way: TransferForm, made: Program, other: Program) -> bool:
-        """Whether to take the `other` program, which makes more transfers by `way`."""
+    def is_better(
+        self,
+        forms: _Forms,
+        way: TransferForm,
+        ways: Mapping[str, TransferForm],
+        more: Mapping[str, TransferForm],
+        stmts: Sequence[Communicate],
+    ) -> bool:
+        """Whether some transfers are made by `way`, so that there are `more` ways."""
         if way == "collective" or self.pipeline != "auto":
             return True
-        return self.gains(made, other, _GAIN)
+        decided = {} if self.decided is None else self.decided
+        which = forms.written.params, tuple(map(_without_name, stmts))
+        if which not in decided:
+            # Weighed together with the kinds decided before: two transfers that share
+            # one piece of work hide less than each would by itself.
+            made, other = map(forms.program, (ways, more))
+            decided[which] = self.gains(made, other, _GAIN)
+        return decided[which]
 
     def gains(self, made: Program, other: Program, most: float) -> bool:
         """Whether the `other` program takes less than `most` of the time."""
@@ -195,6 +220,28 @@ class ChooseTransfers(EachProgram):
         for step in self.units:
             program = step.apply(program)
         return predict(program, self.rates).total
+
+
+class _Forms:
+    """A program with its transfers in order, each choice of forms made once."""
+
+    def __init__(self, written: Program) -> None:
+        self.written = written
+        self.made: list[tuple[Mapping[str, TransferForm], Program]] = []
+
+    def program(self, ways: Mapping[str, TransferForm]) -> Program:
+        """The program with a form for some of its transfers."""
+        for known, program in self.made:
+            if known == ways:
+                return program
+        program = in_order(self.written, ways)
+        self.made.append((ways, program))
+        return program
+
+
+def _without_name(stmt: Communicate) -> Communicate:
+    """A transfer without what differs from one program to another."""
+    return dataclasses.replace(stmt, name="")
 
 
 def _said(

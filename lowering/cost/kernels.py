@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -105,7 +105,7 @@ class _UnitKernels:
     ) -> None:
         self.eqns = [e for e in compute.unit.eqns if not is_barrier(e.eqn)]
         self.invars = compute.unit.invars
-        self.forwarded = forwarded(compute.unit)
+        self.value = _identities(forwarded(compute.unit))
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
         )
@@ -198,10 +198,6 @@ class _UnitKernels:
                 in_memory[out] = {out} if ends else found[out]
         return found
 
-    def value(self, var: Var | Literal) -> int:
-        """The identity of a variable's value; a barrier's result is its operand."""
-        return self.forwarded.get(id(var), id(var))
-
     def traffic(self, values: Iterable[int]) -> int:
         return sum(self.bytes.get(value, 0) for value in values)
 
@@ -258,6 +254,12 @@ class _UnitKernels:
         # A slice of a slice may be larger than what that takes of the whole.
         parts = {v: min(n, sizes[v]) for v, n in read.items() if v in sizes}
         return {v: n for v, n in parts.items() if v not in whole} | written
+
+
+def _identities(forwarded: Mapping[int, int]) -> Callable[[Var | Literal], int]:
+    """The identity of a variable's value; a barrier's result is its operand."""
+    # Most units have no barrier, and this is asked more often than all else.
+    return (lambda var: forwarded.get(id(var), id(var))) if forwarded else id
 
 
 def _is_filled(eqn: JaxprEqn) -> bool:

@@ -139,9 +139,14 @@ class Decisions:
 
     def _count(self, name: str) -> None:
         """Recount the moves of a value, each from the nearest layout it is in."""
-        wanted = self.moves_of[name]
-        if len(wanted) > 1:
-            wanted = sorted(wanted, key=lambda want: (self.movers[name, want][0], want))
-        self.total -= self.moving.get(name, NOTHING)
-        self.moving[name] = self.costs.moves(name, self.layouts[name], [*wanted])
-        self.total += self.moving[name]
+        wanted, rest = self.moves_of[name], self.layouts[name]
+        before = self.moving.pop(name, NOTHING)
+        # Most values are wanted where they are, and layouts are counted often.
+        if any(want != rest for want in wanted):
+            every = [*wanted]
+            if len(every) > 1:
+                every.sort(key=lambda want: (self.movers[name, want][0], want))
+            self.moving[name] = moved = self.costs.moves(name, rest, every)
+            self.total += moved
+        if before is not NOTHING:
+            self.total -= before

@@ -196,6 +196,7 @@ class DimRule:
         windowed: the factors whose steps read windows of some operand.
         contracts: whether it multiplies and sums, because a reduced factor is in both
             first operands.  Such work takes long enough to hide a transfer.
+        reduces: whether some factor is reduced, and each of its steps is work.
     """
 
     sizes: tuple[int, ...]
@@ -217,22 +218,19 @@ class DimRule:
     pinned: tuple[tuple[str, ...], ...] | None = None
     windowed: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)
+    reduces: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Found once: passes ask for these two more often than for anything else.
+        # Found once: passes ask for these more often than for anything else.
         object.__setattr__(self, "windowed", frozenset(self._windowed()))
         object.__setattr__(self, "contracts", self._contracts())
+        object.__setattr__(self, "reduces", self._reduces())
 
     @property
     def is_closed(self) -> bool:
         """Whether the rule does not say how its results come from its operands."""
         # A `shard_map` has pinned factors: its specs are known, and its body is not.
         return self.opaque or self.pinned is not None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether some factor is reduced, and each of its steps is work."""
-        return any(r for f, r in enumerate(self.reducers) if f not in self.picked)
 
     @property
     def unstreamed(self) -> frozenset[int]:
@@ -249,6 +247,9 @@ class DimRule:
             for dim in dims:
                 if dim is not None and dim.reads is not None:
                     yield dim.factor
+
+    def _reduces(self) -> bool:
+        return any(r for f, r in enumerate(self.reducers) if f not in self.picked)
 
     def _contracts(self) -> bool:
         if self.matmul is not None:
@@ -334,10 +335,11 @@ def without_factors(eqn: JaxprEqn, reason: str = "") -> DimRule:
 
 def part_shape(dims: Dims, shape: Sequence[int], shard: Shard) -> tuple[int, ...]:
     """The shape that `shard` leaves of a value of `shape` mapped by `dims`."""
-    return tuple(
+    sizes = [
         size if dim is None else _part_size(dim, size, shard)
         for dim, size in zip(dims, shape, strict=True)
-    )
+    ]
+    return tuple(sizes)
 
 
 def _part_size(dim: FactorDim, size: int, shard: Shard) -> int:

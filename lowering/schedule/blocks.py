@@ -30,6 +30,10 @@ class StatementBlock:
     writes: frozenset[str]
     contracts: bool
     """Whether it has a matmul, or another kernel that sums products."""
+    works: bool
+    """Whether sums may run beside it: it contracts, or is a loop or branch."""
+    can_wait: bool
+    """Whether it is no work, and can run later without any effect but on values."""
 
     @property
     def stmt(self) -> ir.Stmt:
@@ -40,24 +44,6 @@ class StatementBlock:
         """Its statement, if it is a computation."""
         assert isinstance(self.stmt, ir.Compute)
         return self.stmt
-
-    @property
-    def works(self) -> bool:
-        """Whether sums may run beside it: it contracts, or is a loop or branch."""
-        loops = ir.For | ir.Scan | ir.While | ir.Cond
-        return self.contracts or any(isinstance(stmt, loops) for stmt in self.stmts)
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether it is no work, and can run later without any effect but on values."""
-        if isinstance(self.stmt, ir.Set):
-            return True
-        return (
-            isinstance(self.stmt, ir.Compute)
-            and not self.contracts
-            and not self.stmt.reducer
-            and not any(eqn.eqn.effects for eqn in self.stmt.unit.eqns)
-        )
 
 
 class StatementBlocks:
@@ -86,8 +72,14 @@ class StatementBlocks:
             # An alias gives memory another name, and writes nothing to it.
             alias = isinstance(stmt, ir.Select)
             writes |= {stmt.out.name} if alias else self._names(written)
+        product = contracts(stmts)
         return StatementBlock(
-            tuple(stmts), frozenset(reads), frozenset(writes), contracts(stmts)
+            stmts=tuple(stmts),
+            reads=frozenset(reads),
+            writes=frozenset(writes),
+            contracts=product,
+            works=product or any(isinstance(stmt, _LOOPS) for stmt in stmts),
+            can_wait=not product and _can_wait(stmts[0]),
         )
 
     def _names(self, buffers: Iterable[ir.Buffer]) -> set[str]:
@@ -119,8 +111,8 @@ class StatementBlocks:
         is_one = len(block.stmts) == 1 and (block.reads, block.writes) == names
         if not is_one or stmt.reducer or any(e.eqn.effects for e in stmt.unit.eqns):
             return None
-        later = self.all[number + 1 :]
-        stays = all(block.reads.isdisjoint(other.writes) for other in later)
+        # The last block that writes a value is its maker here.
+        stays = all(self.maker.get(name, number) <= number for name in block.reads)
         return stmt if stays else None
 
     # --- Before a transfer ---------------------------------------------------- #
@@ -265,6 +257,20 @@ def work_of(product: ir.Compute) -> int:
     Of m by k times k by n, the bytes of the three grow as the square of m n k.
     """
     return math.prod(map(bytes_of, (*product.ins, *product.outs)))
+
+
+_LOOPS = ir.For | ir.Scan | ir.While | ir.Cond
+
+
+def _can_wait(stmt: ir.Stmt) -> bool:
+    """Whether a statement can run later without any effect but on values."""
+    if isinstance(stmt, ir.Set):
+        return True
+    return (
+        isinstance(stmt, ir.Compute)
+        and not stmt.reducer
+        and not any(eqn.eqn.effects for eqn in stmt.unit.eqns)
+    )
 
 
 _PARTS = VIEWS | {"dynamic_slice", "slice"}

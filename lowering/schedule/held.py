@@ -25,11 +25,13 @@ from jhost.lowering.schedule.blocks import (
 )
 
 
-def held(blocks: StatementBlocks) -> list[int]:
-    """The bytes that a program holds at each block, bodies of the block included.
+@derived
+def held(program: Program) -> list[int]:
+    """The bytes that a program holds at each of its blocks, bodies of these included.
 
     Transfers count from where they stand in the program.
     """
+    blocks = blocks_of(program)
     lives = _Lives(blocks.results)
     for number, block in enumerate(blocks.all):
         lives.add(number, block, cheap=blocks.fuses(number))
@@ -48,9 +50,8 @@ def holds_bodies(blocks: StatementBlocks) -> bool:
     return any(isinstance(stmt, CONTROL_FLOW) for b in blocks.all for stmt in b.stmts)
 
 
-@derived
 def _most_held(program: Program) -> int:
-    return max(held(blocks_of(program)), default=0)
+    return max(held(program), default=0)
 
 
 def _most_inside(stmts: Iterable[Stmt]) -> int:

@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.transfers import larger_side
-from jhost.lowering.schedule.blocks import StatementBlock, StatementBlocks
+from jhost.lowering.schedule.blocks import (
+    StatementBlock,
+    StatementBlocks,
+    blocks_of,
+)
 from jhost.lowering.schedule.held import held, holds_bodies
 
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
@@ -58,13 +63,14 @@ class TransferInterval:
         return larger_side(self.stmt)
 
 
-def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval]:
+def intervals(program: Program, is_open: IsOpen) -> list[TransferInterval]:
     """The intervals of gathers and sums, in the order of their readers."""
+    blocks = blocks_of(program)
     found: list[TransferInterval] = []
     issued: dict[int, int] = {}
     stays = range(len(blocks.all))
     for number, stmt, reader, working in sorted(
-        (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
+        (*_gathers(program, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
     ):
         ready = ready_at(blocks, stmt, issued, stays)
         issue = next((work for work in working if work > ready), reader)
@@ -114,7 +120,8 @@ def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
             yield number, stmt, blocks.reader(number, stmt), working
 
 
-def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
+def _gathers(program: Program, is_open: IsOpen) -> Iterator[_Movable]:
+    blocks = blocks_of(program)
     working = _working(blocks, "AllGather")
     found = [
         (number, stmt, blocks.reader(number, stmt))
@@ -123,7 +130,7 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     ]
     window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)
     # Beside a scan.  In a body nothing says what else is held around it.
-    there = held(blocks) if found and holds_bodies(blocks) else []
+    there = held(program) if found and holds_bodies(blocks) else []
     unread: list[tuple[int, int]] = []
     turn = 0
     # In the order of their readers: one queue moves all, so the first is needed first.

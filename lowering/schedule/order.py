@@ -90,7 +90,7 @@ def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
     # Most programs have none, and blocks and intervals take long to make.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
         return []
-    return [each.stmt for each in intervals(blocks_of(program), is_open)]
+    return [each.stmt for each in intervals(program, is_open)]
 
 
 def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
@@ -119,7 +119,7 @@ class _Walk:
             each.stmt.out.name: ScheduledTransfer(
                 each, ways[each.stmt.name], rounds_of(each.stmt, ways, permutes)
             )
-            for each in intervals(self.blocks, lambda stmt: stmt.name in ways)
+            for each in intervals(program, lambda stmt: stmt.name in ways)
         }
         """The transfers that have not ended, by the names of their results."""
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
@@ -130,7 +130,7 @@ class _Walk:
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
         copied = any(t.sums and t.way == "permutes" for t in self.transfers.values())
-        self.there = held(self.blocks) if copied else []
+        self.there = held(program) if copied else []
         """The bytes that the program holds at each block as it is."""
         self.most = max(self.there, default=0)
         self.sums: list[list[ScheduledTransfer]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.lowering.cost.choose_schedule import ChooseSchedule
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
@@ -127,3 +130,43 @@ def test_between_processes_collectives_are_put_in_order_by_count(kind: str) -> N
 def test_others_between_processes_stay_where_they_are(how: dict[str, Any]) -> None:
     for f in (gradients, shards):
         assert not remarks(chosen(f, between="dp", reach={"dp": "hosts"}, **how), Note)
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_candidates_decide_once_for_equal_transfers(
+    gains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other transfers are weighed anew, and without candidates all are."""
+    program, wider = with_communications(4096), with_communications(8192)
+    candidate = dataclasses.replace(program, name="candidate")
+    asked: list[Program] = []
+
+    def weighed(self: ChooseTransfers, program: Program, *_: object) -> bool:
+        asked.append(program)
+        return gains
+
+    monkeypatch.setattr(ChooseTransfers, "gains", weighed)
+    transfers = ChooseTransfers(rates_of("NVIDIA H200"), moves_work=False)
+    of_candidates = transfers.of_candidates()
+    ordered = [of_candidates.apply(each) for each in (program, candidate)]
+    assert len(asked) == 1
+    one, other = map(str, ordered)
+    assert one == other.replace("program candidate", "program f")
+    assert (one != str(program)) == gains
+    of_candidates.apply(wider)
+    assert len(asked) == 2
+    transfers.apply(program)
+    transfers.apply(candidate)
+    assert len(asked) == 4
+
+
+def with_communications(width: int) -> Program:
+    """The gradients before any transfer has a form; one sum stands beside work."""
+    settings = StreamDefaults(finds=False)
+    steps = passes(settings=settings, streams=4, rates=rates_of("NVIDIA H200"))
+    shapes = (8192, width), (width, width), (width, width)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = built(gradients, *args, dp=2)
+    for step in itertools.takewhile(lambda s: s.name != ChooseSchedule.name, steps.all):
+        program = step.apply(program)
+    return program
