@@ -67,6 +67,16 @@ def _by_branch(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
     )
 
 
+def _by_switch(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+    """One of three branches, of which two multiply by different weights."""
+    branches = (
+        lambda: _small(_product(x, w["up"])),
+        lambda: _small(_product(x, w["down"])),
+        lambda: -x,
+    )
+    return lax.switch(jnp.sum(lax.stop_gradient(x) > 0) % 3, branches)
+
+
 def _any(x: jax.Array) -> jax.Array:
     return jnp.sum(lax.stop_gradient(x) > 0) % 2 == 0
 
@@ -119,6 +129,7 @@ _STEPS: Mapping[str, Layer] = {
     "gain": lambda x, w: x * w["gain"].astype(x.dtype),
     "norm": _normed,
     "cond": _by_branch,
+    "switch": _by_switch,
     "scan": _by_scan,
     "every": _by_shared_scan,
     "count": _by_count,
@@ -160,8 +171,16 @@ POLICIES: Mapping[str, Any] = {
 # --- Values that are carried besides ------------------------------------------------ #
 
 CARRIED = (
-    "int8 uint8 int32 uint32 int4 bool float16 bfloat16 float8_e4m3fn float32 complex64"
+    "int2 uint2 int4 uint4 int8 uint8 int16 uint16 int32 uint32 bool float4_e2m1fn "
+    "float8_e4m3fn float8_e5m2 float8_e8m0fnu float16 bfloat16 float32 complex64"
 ).split()
+
+NARROWEST = "int2 uint2 int4 uint4 float4_e2m1fn float8_e8m0fnu".split()
+"""Those that have no arithmetic of their own."""
+
+
+def _wide_of(dtype: Any) -> Any:
+    return np.float32 if jnp.issubdtype(dtype, jnp.floating) else np.int32
 
 
 def _moved_on(value: jax.Array, x: jax.Array) -> jax.Array:
@@ -172,8 +191,9 @@ def _moved_on(value: jax.Array, x: jax.Array) -> jax.Array:
         return value ^ _any(x)
     count = jnp.sum(lax.stop_gradient(x) > 0).astype(np.int32) % 2
     more = count.astype(value.dtype)
-    if value.dtype == jnp.int4:
-        return jnp.where(count == 0, value, -value)
+    if value.dtype in map(np.dtype, NARROWEST):
+        wide = value.astype(_wide_of(value.dtype))
+        return (wide * (count + 1).astype(wide.dtype)).astype(value.dtype)
     return (value * more + more).astype(value.dtype) - value
 
 
@@ -194,8 +214,11 @@ class ScanCase:
     stacks: tuple[str, ...]
     reverse: bool
     unroll: int
+    counted: bool
+    """Whether a `fori_loop` reads the layers by its count, and stacks nothing."""
     policy: str
     """By which the body is computed again, or none."""
+    prevents_cse: bool
     around: str
     taken: str
     outside: bool
@@ -237,8 +260,19 @@ class ScanCase:
             return (x, extra, count + np.int32(1)), stacked
 
         if self.policy:
-            body = jax.checkpoint(body, policy=POLICIES[self.policy])
+            body = jax.checkpoint(
+                body, policy=POLICIES[self.policy], prevent_cse=self.prevents_cse
+            )
         first = x, self.first_extra(), jnp.zeros((), np.int32)
+        if self.counted:
+
+            def numbered(n: jax.Array, carry: Any) -> Any:
+                return body(carry, {name: w[n] for name, w in sliced.items()})[0]
+
+            x, extra, _ = lax.fori_loop(
+                0, self.length, numbered, first, unroll=self.unroll
+            )
+            return x, extra, {}
         (x, extra, _), ys = lax.scan(
             body, first, sliced, self.length, self.reverse, self.unroll
         )
@@ -380,6 +414,13 @@ def _tangent(f: Function) -> Function:
     return taken
 
 
+def _batched(f: Function) -> Function:
+    def taken(x: Any, weights: Any) -> Any:
+        return jax.vmap(_gradient(f), (0, None))(jnp.stack([x, -x]), weights)
+
+    return taken
+
+
 def _squares(f: Function) -> Function:
     def taken(x: Any, weights: Any) -> Any:
         gradients = jax.tree.leaves(jax.grad(f, (0, 1))(x, weights))
@@ -397,6 +438,7 @@ _TAKEN: Mapping[str, Callable[[Function], Function]] = {
     "gradient of gradient": lambda f: _gradient(_squares(f)),
     "tangent of gradient": lambda f: _tangent(_squares(f)),
     "gradient of tangent": lambda f: _gradient(lambda *args: _tangent(f)(*args)[1]),
+    "batched gradients": _batched,
     "value and gradient": lambda f: jax.value_and_grad(f, 1),
 }
 
@@ -456,7 +498,9 @@ def scans(draw: st.DrawFn, taken: Sequence[str] = tuple(_TAKEN)) -> ScanCase:
         ),
         reverse=one(False, True),
         unroll=one(1, 1, 2, 3) if length else 1,
+        counted=bool(length) and one(False, False, True),
         policy=one("", "", *policies),
+        prevents_cse=one(True, False),
         around=one("", "", *around),
         taken=of_case,
         outside=one(False, True),

@@ -15,7 +15,7 @@ collective for each transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
@@ -24,15 +24,16 @@ from jhost.lowering.ir.queues import on_own
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.moves import MovingLoop
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
-from jhost.lowering.schedule.whole_shards import in_turns, with_work_beside
+from jhost.lowering.schedule.whole_shards import (
+    as_they_arrive,
+    in_turns,
+    issued,
+    waited_for,
+)
 
 
 class WholeShards(MovingLoop):
-    """Communications issued together, by permutes, with contractions beside them."""
-
-    def __init__(self, spec: LoopSpec, contractions: Sequence[Node]) -> None:
-        super().__init__(spec)
-        self.beside = _statements(contractions)
+    """One communication of whole shards, by permutes that are issued together."""
 
     def statements(self) -> list[ir.Stmt]:
         moved: list[ir.Stmt] = []
@@ -42,7 +43,7 @@ class WholeShards(MovingLoop):
                 self.step, self.chunks, self.body = Constant(step), {}, []
                 self.node(node)
                 moved += self.body
-        return with_work_beside([*self.before, *moved], self.beside)
+        return [*self.before, *moved]
 
 
 class Unchunked:
@@ -55,37 +56,50 @@ class Unchunked:
         self.last: list[ir.Stmt] = []
 
     def statements(self) -> list[ir.Stmt]:
-        body: list[ir.Stmt] = []
-        for moves, group in in_turns(self.spec.nodes, self.is_moved):
-            body += self.moved(group) if moves else self.computed(group)
-        self.contractions.made(self.spec.nodes)
+        turns = in_turns(self.spec.nodes, self.is_moved)
         # Tokens order the work against the transfers.
-        return [*on_own(body), *self.last]
+        return [*on_own([s for turn in turns for s in self.turn(*turn)]), *self.last]
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)
         return communicates and self.spec.participation(node).ratio != 1
 
-    def computed(self, nodes: Group) -> list[ir.Stmt]:
-        self.contractions.made(nodes)
-        return _statements(nodes)
+    def turn(self, moved: Group, work: Group) -> Iterator[ir.Stmt]:
+        """Transfers issued at one time, contractions beside them, and their readers."""
+        shards = {id(node): WholeShards(self.spec.of([node])) for node in moved}
+        stmts = {number: each.statements() for number, each in shards.items()}
+        if moved:
+            beside = self.contractions.beside()
+            every = [stmt for node in moved for stmt in stmts[id(node)]]
+            yield from issued([s for s in every if not isinstance(s, ir.Wait)])
+            yield from _statements(beside)
+        for each in shards.values():
+            self.filled |= each.filled
+        for arrives, readers in as_they_arrive(moved, work):
+            every = [stmt for node in arrives for stmt in stmts[id(node)]]
+            yield from waited_for([s for s in every if isinstance(s, ir.Wait)])
+            yield from self.arrived([(node, shards[id(node)]) for node in arrives])
+            self.contractions.made(readers)
+            yield from _statements(readers)
 
-    def moved(self, nodes: Group) -> list[ir.Stmt]:
-        """Communications issued at one time, with contractions beside them."""
-        shards = WholeShards(self.spec.of(nodes), self.contractions.beside())
-        statements = shards.statements()
-        self.filled |= shards.filled
-        # Totals that nothing here reads are added up behind the loop, on no stream.
-        # XLA may then fuse them into their readers, and reads the terms in place.
-        if not self.reads(nodes):
-            self.last += shards.totals()
-            return statements
-        self.contractions.made(nodes)
-        return [*statements, *shards.totals()]
+    def arrived(self, nodes: Sequence[tuple[Node, WholeShards]]) -> list[ir.Stmt]:
+        """The totals of what has come, if it has sums.
 
-    def reads(self, nodes: Group) -> bool:
-        """Whether anything here reads what the nodes make."""
-        made = {buffer.name for node in nodes for buffer in node.writes}
+        Totals that nothing here reads are added up behind the loop, on no stream.  XLA
+        may then fuse them into their readers, and reads the terms in place.
+        """
+        here: list[ir.Stmt] = []
+        for node, shards in nodes:
+            if self.reads(node):
+                self.contractions.made([node])
+                here += shards.totals()
+            else:
+                self.last += shards.totals()
+        return here
+
+    def reads(self, node: Node) -> bool:
+        """Whether anything here reads what a node makes."""
+        made = {buffer.name for buffer in node.writes}
         return any(b.name in made for node in self.spec.nodes for b in node.reads)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.queues import OWN, on_stream
 
 _MOVES = ir.Stream(name="moves")
@@ -20,8 +21,8 @@ _MOVES = ir.Stream(name="moves")
 
 def in_turns(
     nodes: Sequence[Node], is_moved: Callable[[Node], bool]
-) -> Iterator[tuple[bool, Group]]:
-    """The nodes of a loop in order, in groups, and whether a group is of transfers.
+) -> Iterator[tuple[Group, Group]]:
+    """The nodes of a loop in order, in turns: transfers, and the work behind them.
 
     Transfers of values from outside of the loop come first.  Transfers in a row are
     issued together, beside the same contractions.
@@ -30,23 +31,68 @@ def in_turns(
     order = sorted(
         nodes, key=lambda node: not is_moved(node) or node.reads[0].name in made
     )
+    moved: Group = []
     for moves, group in itertools.groupby(order, is_moved):
-        yield moves, [*group]
+        if moves:
+            moved = [*group]
+        else:
+            yield moved, [*group]
+            moved = []
+    if moved:
+        yield moved, []
 
 
-def with_work_beside(
-    moved: Sequence[ir.Stmt], work: Sequence[ir.Stmt]
-) -> list[ir.Stmt]:
-    """Transfers that are issued before `work`, and waited for behind it.
+def as_they_arrive(moved: Group, work: Group) -> Iterator[tuple[Group, Group]]:
+    """Which transfers to wait for, one after another, and the work before the next.
+
+    Work that needs no transfer comes first.  A transfer is waited for alone if that
+    releases a product, which the others then stand beside.
+    """
+    waiting, left = [*moved], [*work]
+    for arrives in ([], *([node] for node in moved)):
+        others = [node for node in waiting if node not in arrives]
+        if others and (released := _released(left, others)):
+            yield arrives, released
+            waiting, left = others, [node for node in left if node not in released]
+    yield waiting, left
+
+
+def _released(work: Group, waiting: Group) -> Group:
+    """The products that need none of the transfers that are waited for.
+
+    With what they are made of.  Other cheap work comes later, because XLA fuses it with
+    what reads it only if no wait stands between the two.
+    """
+    unmade = {buffer.name for node in waiting for buffer in node.writes}
+    ready: list[Node] = []
+    for node in work:
+        if unmade.isdisjoint((*(buffer.name for buffer in node.reads), *node.barrier)):
+            ready.append(node)
+        else:
+            unmade |= {buffer.name for buffer in node.writes}
+    wanted: set[str] = set()
+    found: list[Node] = []
+    for node in reversed(ready):
+        made = {buffer.name for buffer in node.writes}
+        if has_contraction(node.stmt) or not made.isdisjoint(wanted):
+            found.insert(0, node)
+            wanted |= {buffer.name for buffer in node.reads}
+    return found
+
+
+def issued(moved: Sequence[ir.Stmt]) -> list[ir.Stmt]:
+    """Transfers, issued behind the work so far; what comes next stands beside them."""
+    return [
+        *on_stream(_MOVES, [ir.Synchronize(stream=OWN), *moved], back=OWN),
+        ir.Synchronize(stream=_MOVES),
+    ]
+
+
+def waited_for(waits: Sequence[ir.Stmt]) -> list[ir.Stmt]:
+    """The waits for transfers, before what reads these.
 
     XLA makes a transfer synchronous if it finds nothing to run beside it.
     """
-    waits = [stmt for stmt in moved if isinstance(stmt, ir.Wait)]
-    issued = [stmt for stmt in moved if not isinstance(stmt, ir.Wait)]
-    return [
-        *on_stream(_MOVES, [ir.Synchronize(stream=OWN), *issued], back=OWN),
-        ir.Synchronize(stream=_MOVES),
-        *work,
-        *on_stream(_MOVES, waits, back=OWN),
-        ir.Synchronize(stream=_MOVES),
-    ]
+    if not waits:
+        return []
+    return [*on_stream(_MOVES, waits, back=OWN), ir.Synchronize(stream=_MOVES)]

@@ -137,7 +137,10 @@ def both_passes(mesh: Mesh, specs: Sequence[P]) -> Sequence[ScheduledCommunicati
 def test_weights_move_between_processes_beside_loops_within_them(
     weights: tuple[P, P], kinds: dict[str, int], two_processes: MakeH200s
 ) -> None:
-    """All but the first gather, which everything waits for, and the last reduction."""
+    """All but the first gather, which everything waits for, and the last reduction.
+
+    And in each block's backward the gather of the cotangent.
+    """
     mesh = two_processes({"dp": 2, "tp": 2})
     moved = both_passes(mesh, (P(("dp", "tp")), *weights))
     assert Counter(c.kind for c in moved) == kinds
@@ -146,6 +149,8 @@ def test_weights_move_between_processes_beside_loops_within_them(
         c.kind for c in moved if c not in hidden and c.kind != "CollectivePermute"
     ]
     assert exposed in ([], ["AllReduce"], ["AllGather", "ReduceScatter"])
+    permutes = [c for c in moved if c.kind == "CollectivePermute"]
+    assert len([c for c in permutes if c not in hidden]) <= 2
 
 
 # --- Collectives in order -------------------------------------------------------- #

@@ -91,6 +91,40 @@ def test_a_loops_sums_are_beside_its_last_transfer_and_the_next(devices: int) ->
     )
 
 
+def hidden_by(program: Program) -> list[int]:
+    """How many contractions stand beside each permute outside of loops."""
+    under_way: dict[str, int] = {}
+    found: list[int] = []
+    for stmt in program.body:
+        match stmt:
+            case Communicate(kind="CollectivePermute"):
+                under_way[stmt.name] = 0
+            case Compute():
+                works = sum(each.rule.contracts for each in stmt.unit.eqns)
+                under_way = {name: n + works for name, n in under_way.items()}
+            case Wait(communication=name) if name in under_way:
+                found.append(under_way.pop(name))
+            case _:
+                pass
+    return found
+
+
+@every_size
+def test_products_of_what_came_first_are_beside_what_comes_next(devices: int) -> None:
+    """A layer that is computed again gathers its input, and its cotangent."""
+
+    @jax.checkpoint
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = x @ up
+        y = jhost.stream(hidden * lax.stop_gradient(jnp.sign(hidden)) @ down, axis=0)
+        return jhost.shard(y, P("tp"))
+
+    program = exact(gradients(f, 3), *operands(devices, 1), **settled(devices, 1))
+    others = devices - 1
+    # The input, with nothing beside it, the cotangent, beside x @ up, and that of x.
+    assert hidden_by(program) == [0] * others + [1] * others + [1] * others
+
+
 def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:
     program = exact(gradients(blocks, 5), *operands(4), **settled(4))
     loops = [stmt for stmt in program.body if isinstance(stmt, For)]

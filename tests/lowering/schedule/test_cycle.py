@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import jhost
 from jhost._jax import aval_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, walk
@@ -195,6 +196,31 @@ def test_a_count_that_comes_from_a_slice_is_none() -> None:
     program = check(forward, *operands(3), following, **how)
     assert not notes(program)
     assert "each iteration waits for the one before" in kept(program)
+
+
+def test_effects_of_a_cycle_happen_once_and_in_order() -> None:
+    """Whatever stands outside of the scan, in both passes."""
+    weights, x = operands(4)
+    seen: list[float] = []
+
+    def told(weights: Any, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, weights: Any) -> Any:
+            jax.debug.callback(lambda size: seen.append(float(size)), jnp.sum(x))
+            return layer(x, weights)
+
+        y, sums = lax.scan(body, x, weights)
+        return jnp.sum(y * y) + jnp.sum(sums[-1])
+
+    def run(f: Any) -> list[float]:
+        seen.clear()
+        jax.block_until_ready(f(weights, x))
+        jax.effects_barrier()
+        return [*seen]
+
+    gradients = jax.grad(told, (0, 1))
+    hosted: Any = jhost.jit(gradients, **settings(FSDP))
+    assert run(hosted) == run(jax.jit(gradients))
+    assert notes(hosted.lower(weights, x).host_ir)
 
 
 def test_what_an_iteration_makes_stays_there() -> None:
