@@ -164,6 +164,20 @@ class AttentionWindow:
         return self.left is None and self.right == 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedReads:
+    """Operands of which each step of a factor reads one element, along one dim.
+
+    The result has these elements in the order of the steps.  So devices exchange
+    pieces of all operands at once, and what each of them gets is its part of the
+    result.  `reads` has what is read of each operand, also of those that are whole.
+    """
+
+    dim: int
+    factor: int
+    reads: tuple[WindowReads, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DimRule:
     """The factors of one equation.
@@ -188,6 +202,7 @@ class DimRule:
         traffic: for such a kernel, the bytes that it moves between its products.
         pinned: for each factor, the mesh axes that the equation itself names; it works
             on no others.
+        joined: for an equation that only joins elements of its operands, which.
         windowed: the factors whose steps read windows of some operand.
         contracts: whether it multiplies and sums, because a reduced factor is in both
             first operands.  Such work takes long enough to hide a transfer.
@@ -209,6 +224,7 @@ class DimRule:
     matmul: Callable[[Shard], tuple[int, int, int, int]] | None = None
     traffic: Callable[[Shard], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
+    joined: JoinedReads | None = None
     windowed: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)
 

@@ -20,6 +20,7 @@ from jhost.lowering.rules.building import Factors, along, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     FactorDim,
+    JoinedReads,
     Shard,
     bind,
     part_shape,
@@ -39,8 +40,8 @@ from jhost.lowering.rules.windows import (
     without_padding,
 )
 
-_MOST_PIECES = 8
-"""The most operands of a concatenation that is cut: each part selects among all."""
+MOST_PIECES = 32
+"""The most operands of a concatenation that is cut."""
 
 
 def _one_operand(
@@ -247,7 +248,7 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
     dim, shapes = eqn.params["dimension"], [shape_of(v) for v in eqn.invars]
     sizes = [shape[dim] for shape in shapes]
     total = sum(sizes)
-    if not has_windows(eqn) or len(sizes) > _MOST_PIECES or not total:
+    if not has_windows(eqn) or len(sizes) > MOST_PIECES or not total:
         return along(eqn, (dim,))
     ends = [*itertools.accumulate(sizes)]
     factors = Factors()
@@ -261,10 +262,9 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
     def with_dim(mapped: FactorDim | None) -> list[FactorDim | None]:
         return [*dims[:dim], mapped, *dims[dim + 1 :]]
 
-    pieces = [FactorDim(factor, reads=each) for each in reads]
+    pieces, small = [FactorDim(factor, reads=each) for each in reads], _small(sizes)
     operands = [
-        with_dim(None if _is_small_piece(size, total) else piece)
-        for piece, size in zip(pieces, sizes, strict=True)
+        with_dim(None if n in small else piece) for n, piece in enumerate(pieces)
     ]
     made = factors.rule(operands, [with_dim(FactorDim(factor))])
 
@@ -279,7 +279,16 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
         return [_chosen(windows, dim, ends, shard.positions(factor))]
 
     counted = frozenset({factor})
-    return dataclasses.replace(made, rebind=rebind, counted=counted)
+    joined = JoinedReads(dim=dim, factor=factor, reads=tuple(reads))
+    return dataclasses.replace(made, rebind=rebind, counted=counted, joined=joined)
+
+
+def _small(sizes: Sequence[int]) -> set[int]:
+    """The operands that come whole: all of them are a small part of the result."""
+    order = sorted(range(len(sizes)), key=lambda n: sizes[n])
+    ends = itertools.accumulate(sizes[n] for n in order)
+    total = sum(sizes)
+    return {n for n, end in zip(order, ends, strict=True) if 8 * end <= total}
 
 
 def _chosen(windows: Sequence[Any], dim: int, ends: Sequence[int], places: Any) -> Any:

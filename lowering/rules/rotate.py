@@ -21,6 +21,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
+    JoinedReads,
     Shard,
     bind,
     rule,
@@ -30,30 +31,30 @@ from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.windows import window_of
 
 
-def _rotated(
-    x: jax.Array, _: jax.Array, *, dim: int, start: int, added: bool
-) -> list[jax.Array]:
+def _rotated(x: jax.Array, _: jax.Array, *, dim: int, start: int) -> list[jax.Array]:
     size = x.shape[dim]
     first = lax.slice_in_dim(x, start, size, axis=dim)
-    x = lax.concatenate([first, lax.slice_in_dim(x, 0, start, axis=dim)], dim)
-    return [_with_0_added(x) if added else x]
+    return [lax.concatenate([first, lax.slice_in_dim(x, 0, start, axis=dim)], dim)]
+
+
+def _with_0_added(x: jax.Array) -> list[jax.Array]:
+    """The sum `x + 0`, which XLA (jaxlib 0.10 to 0.12) would take for `x`."""
+    if jnp.iscomplexobj(x):
+        (real,), (imag,) = _with_0_added(lax.real(x)), _with_0_added(lax.imag(x))
+        return [lax.complex(real, imag)]
+    zeros = lax.full_like(x, 0)
+    return [lax.select(lax.eq(x, zeros), zeros, x)]
 
 
 rotate_p = define_primitive("rotate", _rotated)
 """The elements of `dim` from `start` on, then those before it.
 
 It takes the array twice, because a dim can be read in one kind of window only: once
-for the first elements of the result, once for those that come round.  With `added`,
-0.0 is added to each element, which turns -0.0 into 0.0.
+for the first elements of the result, once for those that come round.
 """
 
-
-def _with_0_added(x: jax.Array) -> jax.Array:
-    """The sum `x + 0`, which XLA (jaxlib 0.10 to 0.12) would take for `x`."""
-    if jnp.iscomplexobj(x):
-        return lax.complex(_with_0_added(lax.real(x)), _with_0_added(lax.imag(x)))
-    zeros = lax.full_like(x, 0)
-    return lax.select(lax.eq(x, zeros), zeros, x)
+plus_zero_p = define_primitive("plus_zero", _with_0_added)
+"""Its operand with 0.0 added to each element, which turns -0.0 into 0.0."""
 
 
 @rule("rotate")
@@ -88,7 +89,9 @@ def rotate(eqn: JaxprEqn) -> DimRule:
         )
         places = shard.positions(factor)
         places = lax.broadcast_in_dim(places, first.shape, (dim,))
-        x = lax.select(lax.lt(places, lax.full_like(places, seam)), first, rest)
-        return [_with_0_added(x) if eqn.params["added"] else x]
+        return [lax.select(lax.lt(places, lax.full_like(places, seam)), first, rest)]
 
-    return dataclasses.replace(made, rebind=rebind, counted=made.windowed)
+    joined = JoinedReads(dim=dim, factor=factor, reads=reads)
+    return dataclasses.replace(
+        made, rebind=rebind, counted=made.windowed, joined=joined
+    )
