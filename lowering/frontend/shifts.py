@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import Atom, aval_of, fresh_var, new_eqn
+from jhost._jax import Atom, aval_of, fresh_var, new_eqn, resized_var
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.rotate import plus_zero_p, rotate_p
@@ -259,7 +259,7 @@ def _alone(eqn: JaxprEqn, source: Var) -> _Shifted | None:
 
 def _rotated(source: Var, dim: int, start: int, out: Var, eqn: JaxprEqn) -> JaxprEqn:
     params = {"dim": dim, "start": start}
-    return new_eqn(rotate_p, [source] * 2, [out], params, like=eqn)
+    return new_eqn(rotate_p, [source], [out], params, like=eqn)
 
 
 def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
@@ -283,8 +283,8 @@ def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
     """An equation as static slices or a concatenation, if it makes nothing else."""
     if eqn.primitive.name == "split":
         return [*_pieces(eqn)]
-    if eqn.primitive.name == "tile" and _joins_two(eqn):
-        return [_joined(eqn)]
+    if eqn.primitive.name == "tile":
+        return [*_tilings(eqn)]
     if eqn.primitive.name == "pad" and _only_cuts(eqn):
         return [_without_ends(eqn)]
     places = eqn.invars[1:]
@@ -294,16 +294,22 @@ def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
     return [eqn]
 
 
-def _joins_two(eqn: JaxprEqn) -> bool:
-    """Whether a tiling joins an array with itself, once and along one dim."""
-    # With more copies the windows of all together are longer than the array.
-    return [n for n in eqn.params["reps"] if n != 1] == [2]
-
-
-def _joined(eqn: JaxprEqn) -> JaxprEqn:
-    ins, dim = [eqn.invars[0]] * 2, [*eqn.params["reps"]].index(2)
-    params = {"dimension": dim}
-    return new_eqn(lax.concatenate_p, ins, eqn.outvars, params, like=eqn)
+def _tilings(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """A tiling along one dim for each dim that is repeated."""
+    source, reps = eqn.invars[0], eqn.params["reps"]
+    shape = [*shape_of(source)]
+    repeated = [dim for dim, n in enumerate(reps) if n != 1]
+    if len(repeated) < 2:
+        yield eqn
+        return
+    for dim in repeated:
+        shape[dim] *= reps[dim]
+        (out,) = eqn.outvars
+        if dim != repeated[-1]:
+            out = resized_var(out, shape)
+        alone = tuple(n if d == dim else 1 for d, n in enumerate(reps))
+        yield eqn.replace(invars=[source], outvars=[out], params={"reps": alone})
+        source = out
 
 
 def _only_cuts(eqn: JaxprEqn) -> bool:

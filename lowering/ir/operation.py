@@ -154,7 +154,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         flops = flops_of(unit_eqn.eqn)
         rule, ins, outs = unit_eqn.rule, stmt.ins, stmt.outs
         operands = operand_maps(stmt)
-        joined = rule.joined
+        joined = _joined(stmt)
     cut = tuple(_cut_by_loops(rule, dims) for dims in operands)
     operands, results = (_sharded(rule, maps) for maps in (operands, rule.results))
     reduces = rule.reduces or rule.contracts
@@ -174,6 +174,18 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         joined=joined,
         flops=flops if reduces else 0,
     )
+
+
+def _joined(stmt: Compute) -> JoinedReads | None:
+    """What a computation joins, with its operands numbered as the statement's."""
+    (unit_eqn,) = stmt.unit.eqns
+    joined = unit_eqn.rule.joined
+    if joined is None:
+        return None
+    places = {id(var): n for n, var in enumerate(stmt.unit.invars)}
+    invars = unit_eqn.eqn.invars
+    reads = tuple((places[id(invars[n])], each) for n, each in joined.reads)
+    return dataclasses.replace(joined, reads=reads)
 
 
 def _windows(maps: Sequence[Dims], ins: Sequence[Buffer]) -> Iterator[OperandWindow]:

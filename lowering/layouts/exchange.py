@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index, Listed, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.layouts.halo import Halo, HaloPiece, plan_halo
+from jhost.lowering.layouts.halo import Halo, HaloPiece
 from jhost.lowering.layouts.joined import plan_join
+from jhost.lowering.layouts.together import plan_together
 from jhost.lowering.rules.halo import edge_p, window_p
 from jhost.lowering.units.make import type_of, unit_of
 
@@ -24,6 +26,21 @@ class HaloWriter:
         self.mesh = mesh
         self.names = names
         self.sent: dict[Any, ir.Buffer] = {}
+        self.together: dict[str, Halo] = {}
+
+    def plan(self, body: Sequence[ir.Stmt]) -> None:
+        """Plan which windows of one value are made of the same permutes."""
+        groups: dict[Any, list[ir.Neighbours]] = {}
+        for stmt in body:
+            if isinstance(stmt, ir.Neighbours) and len(stmt.sources) == 1:
+                (source,) = stmt.sources
+                groups.setdefault((source.name, stmt.dim, stmt.axes), []).append(stmt)
+        for (_, dim, axes), group in groups.items():
+            part = group[0].sources[0].shape[dim]
+            reads, counts = zip(*((*s.reads, s.count) for s in group), strict=True)
+            halos = plan_together(reads, counts, part, axes_size(axes, self.mesh))
+            named = (stmt.out.name for stmt in group)
+            self.together |= zip(named, halos, strict=True)
 
     def statements(self, stmt: ir.Neighbours) -> list[ir.Stmt]:
         devices = axes_size(stmt.axes, self.mesh)
@@ -46,9 +63,9 @@ class HaloWriter:
         return [*made, self.compute("window", window_p, pieces, stmt.out, stmt, params)]
 
     def planned(self, stmt: ir.Neighbours, devices: int) -> Halo:
+        if len(stmt.sources) == 1:
+            return self.together[stmt.out.name]
         parts = [source.shape[stmt.dim] for source in stmt.sources]
-        if len(parts) == 1:
-            return plan_halo(*stmt.reads, stmt.count, *parts, devices)
         shared = [bool(source.dims[stmt.dim].axes) for source in stmt.sources]
         held = [part if n else None for part, n in zip(parts, shared, strict=True)]
         return plan_join(stmt.reads, tuple(held), stmt.count, devices)

@@ -7,7 +7,6 @@ the permutes bring each device about as much as its window has.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,24 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.halo import Halo, HaloPiece
-from jhost.lowering.layouts.permutations import Sources, permutations
+from jhost.lowering.layouts.permutations import Sources
+from jhost.lowering.layouts.stretches import Stretch, received_in, rounds_of
 from jhost.lowering.rules.reads import WindowReads
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
-    """Elements of an array that a device needs and another one has."""
-
-    device: int
-    sender: int
-    array: int
-    elements: range
-    place: int
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """The receiver, the sender, and which of its pieces."""
-        return self.device, self.sender, self.place
 
 
 def planned_join(
@@ -41,11 +25,12 @@ def planned_join(
     """The pieces for the result of an operation, from operands of such sizes."""
     assert op.joined is not None
     windowed = {window.operand for window in op.windows}
-    parts = [size if n in windowed else None for n, size in enumerate(sizes)]
+    numbers, reads = zip(*op.joined.reads, strict=True)
+    parts = tuple(sizes[n] if n in windowed else None for n in numbers)
     factor = op.joined.factor
     devices = axes_size(assignment[factor], mesh)
     count = op.sizes[factor] // devices
-    return plan_join(op.joined.reads, tuple(parts), count, devices)
+    return plan_join(reads, parts, count, devices)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,9 +63,12 @@ class _Join:
         stretches = [*self.stretches()]
         own = [each for each in stretches if each.device == each.sender]
         others = [each for each in stretches if each.device != each.sender]
-        rounds, every = _rounds(others, self.devices), _rounds(stretches, self.devices)
+        rounds, every = (
+            rounds_of(others, self.devices),
+            rounds_of(stretches, self.devices),
+        )
         # A device may send a piece to itself: that is one piece less in each window.
-        if _received(every) <= _received(rounds):
+        if received_in(every) <= received_in(rounds):
             own, rounds = [], every
         pieces = [
             *(
@@ -93,7 +81,7 @@ class _Join:
         ]
         return Halo(window=self.count, pieces=tuple(pieces))
 
-    def stretches(self) -> Iterator[_Stretch]:
+    def stretches(self) -> Iterator[Stretch]:
         """What devices need of arrays that they have parts of."""
         for device in range(self.devices):
             for array, (reads, part) in enumerate(
@@ -106,7 +94,7 @@ class _Join:
                     start = max(sender * part, needed.start)
                     elements = range(start, min((sender + 1) * part, needed.stop))
                     if elements:
-                        yield _Stretch(
+                        yield Stretch(
                             device=device,
                             sender=sender,
                             array=array,
@@ -133,7 +121,7 @@ class _Join:
             arrays=(array,) * self.devices,
         )
 
-    def kept(self, own: Sequence[_Stretch]) -> HaloPiece:
+    def kept(self, own: Sequence[Stretch]) -> HaloPiece:
         """A piece of one array that each device has itself."""
         (array,) = {each.array for each in own}
         size = self.parts[array]
@@ -142,7 +130,7 @@ class _Join:
         found = {each.device: each for each in own}
         return self.piece(tuple(range(self.devices)), found, starts, size or 0)
 
-    def moved(self, sources: Sources, found: Mapping[int, _Stretch]) -> HaloPiece:
+    def moved(self, sources: Sources, found: Mapping[int, Stretch]) -> HaloPiece:
         """The piece of one permute, of whatever array each device is sent."""
         size = max(len(each.elements) for each in found.values())
         starts: dict[int, int] = {}
@@ -155,7 +143,7 @@ class _Join:
     def piece(
         self,
         sources: Sources,
-        found: Mapping[int, _Stretch],
+        found: Mapping[int, Stretch],
         starts: Mapping[int, int],
         size: int,
     ) -> HaloPiece:
@@ -184,32 +172,9 @@ class _Join:
         )
 
 
-def _rounds(
-    stretches: Sequence[_Stretch], devices: int
-) -> list[tuple[Sources, dict[int, _Stretch]]]:
-    """Permutations that move all stretches once, with what each device receives."""
-    left: dict[tuple[int, int], list[_Stretch]] = {}
-    # The largest of a pair is in the first permutation that has the pair.
-    for each in sorted(stretches, key=lambda each: (len(each.elements), -each.place)):
-        left.setdefault((each.device, each.sender), []).append(each)
-    sizes = {each.key: len(each.elements) for each in stretches}
-    made: list[tuple[Sources, dict[int, _Stretch]]] = []
-    for sources in permutations(sizes, devices):
-        pairs = [pair for pair in enumerate(sources) if left.get(pair)]
-        if pairs:
-            made.append((sources, {pair[0]: left[pair].pop() for pair in pairs}))
-    return made
-
-
-def _received(rounds: Sequence[tuple[Sources, dict[int, _Stretch]]]) -> int:
-    """How many elements a device receives."""
-    pieces = ([len(each.elements) for each in found.values()] for _, found in rounds)
-    return sum(map(max, pieces))
-
-
-def _kept_together(own: Sequence[_Stretch]) -> list[list[_Stretch]]:
+def _kept_together(own: Sequence[Stretch]) -> list[list[Stretch]]:
     """What devices keep: of each array at most one stretch a device in a group."""
-    groups: dict[tuple[int, int], list[_Stretch]] = {}
+    groups: dict[tuple[int, int], list[Stretch]] = {}
     seen = Counter[tuple[int, int]]()
     for each in own:
         number = seen[each.device, each.array]

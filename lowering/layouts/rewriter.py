@@ -237,10 +237,10 @@ class Rewriter:
         assert joined is not None
         return Neighbours(
             out=out,
-            sources=tuple(ins),
+            sources=tuple(ins[n] for n, _ in joined.reads),
             dim=joined.dim,
             axes=self.solution.assignments[number][joined.factor],
-            reads=joined.reads,
+            reads=tuple(reads for _, reads in joined.reads),
             count=out.shape[joined.dim],
         )
 

@@ -170,12 +170,13 @@ class JoinedReads:
 
     The result has these elements in the order of the steps.  So devices exchange
     pieces of all operands at once, and what each of them gets is its part of the
-    result.  `reads` has what is read of each operand, also of those that are whole.
+    result: `rebind` never runs on a part of the factor.  `reads` has pairs of an
+    operand's number and what is read of it.  An operand may be read several times.
     """
 
     dim: int
     factor: int
-    reads: tuple[WindowReads, ...]
+    reads: tuple[tuple[int, WindowReads], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
