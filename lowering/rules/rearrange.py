@@ -266,8 +266,11 @@ def tile(eqn: JaxprEqn) -> DimRule:
 
 
 def _small(sizes: Sequence[int]) -> set[int]:
-    """The operands that come whole: all of them are a small part of the result."""
+    """The operands that come whole: together they are much less than another one.
+
+    Only the devices of their part of the result need any of them, and each permute
+    sends to all.
+    """
     order = sorted(range(len(sizes)), key=lambda n: sizes[n])
     ends = itertools.accumulate(sizes[n] for n in order)
-    total = sum(sizes)
-    return {n for n, end in zip(order, ends, strict=True) if 8 * end <= total}
+    return {n for n, end in zip(order, ends, strict=True) if 8 * end <= max(sizes)}
