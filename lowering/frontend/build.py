@@ -26,6 +26,7 @@ from jhost.lowering.frontend.control_flow import (
 )
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.frontend.markers import MARKERS, Markers
+from jhost.lowering.frontend.rows import with_rows
 from jhost.lowering.frontend.shifts import with_shifts
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
@@ -71,7 +72,7 @@ def build(
     # Of the equations as the user wrote them: rules may want others in their place.
     check_supported(name, mesh.shape, named, flat.eqns)
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
-    flat = with_shifts(without_transposes(flat))
+    flat = with_shifts(with_rows(without_transposes(flat)))
     said = display_names or DisplayNames(param_names, result_names)
     by_result = dict(zip(flat.outvars, result_names, strict=True))
     builder = _Builder(flat, name, mesh, by_result, said, flatten)

@@ -8,6 +8,7 @@ XLA simplifies such chains too, but only after layouts are decided.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -16,10 +17,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import Atom, aval_of, new_eqn
+from jhost._jax import Atom, aval_of, fresh_var, new_eqn, resized_var
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
 from jhost.lowering.rules.dim_rule import shape_of
-from jhost.lowering.rules.rotate import rotate_p
+from jhost.lowering.rules.rotate import plus_zero_p, rotate_p
 from jhost.lowering.rules.windows import has_windows
 
 _Fill: TypeAlias = Var | Literal
@@ -46,7 +47,8 @@ class _Shifted:
 def with_shifts(flat: FlatJaxpr) -> FlatJaxpr:
     """`flat`, with one equation for each chain of slices and pads that can be one."""
     writer = _ShiftWriter()
-    eqns = [writer.equation(each) for eqn in flat.eqns for each in _as_slices(eqn)]
+    slices = itertools.chain.from_iterable(map(_as_slices, flat.eqns))
+    eqns = [made for eqn in slices for made in writer.equations(eqn)]
     if len(eqns) == len(flat.eqns) and all(map(operator.is_, eqns, flat.eqns)):
         return flat
     return dataclasses.replace(flat, eqns=needed(eqns, flat.outvars))
@@ -58,8 +60,13 @@ class _ShiftWriter:
         self.fills: dict[Var, _Fill] = {}
         self.makers: dict[Var, JaxprEqn] = {}
 
+    def equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        """An equation, or the one or two that do what it and those before it do."""
+        if eqn.primitive.name in ("add", "add_any"):
+            return self.sum(eqn)
+        return [self.equation(eqn)]
+
     def equation(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation, or the one that does what it and those before it do."""
         name = eqn.primitive.name
         if name == "broadcast_in_dim" and not shape_of(eqn.invars[0]):
             self.fills[eqn.outvars[0]] = eqn.invars[0]
@@ -68,8 +75,6 @@ class _ShiftWriter:
         elif name in ("concatenate", "slice", "pad") and has_windows(eqn):
             moves = name != "concatenate"
             return self.moved(eqn) if moves else self.concatenation(eqn)
-        elif name in ("add", "add_any"):
-            return self.sum(eqn)
         return eqn
 
     def moved(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -115,8 +120,7 @@ class _ShiftWriter:
         if len(cuts) == 2 and (start := _seam(*cuts)) is not None:
             source = cuts[0].source if cuts[0] else None
             assert source is not None
-            params = {"dim": dim, "start": start, "added": False}
-            return new_eqn(rotate_p, [source] * 2, eqn.outvars, params, like=eqn)
+            return _rotated(source, dim, start, eqn.outvars[0], eqn)
         shifted = self.filled(eqn, cuts)
         if shifted is None:
             return eqn
@@ -125,16 +129,18 @@ class _ShiftWriter:
         is_one = any(shifted.source is part for part in parts)
         return eqn if is_one else self.written(shifted, eqn)
 
-    def sum(self, eqn: JaxprEqn) -> JaxprEqn:
+    def sum(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Two slices among zeros, added as a `rotate`: the gradient of `jnp.roll`."""
         pieces = [self.shifted.get(v) for v in eqn.invars if isinstance(v, Var)]
         for first, second in (pieces, pieces[::-1]) if len(pieces) == 2 else ():
             start = _seam(first, second)
             if first and second and start and self.come_round(first, second, start):
-                params = {"dim": first.dim, "start": start, "added": True}
-                source = [first.source] * 2
-                return new_eqn(rotate_p, source, eqn.outvars, params, like=eqn)
-        return eqn
+                turned = fresh_var(aval_of(eqn.outvars[0]))
+                return [
+                    _rotated(first.source, first.dim, start, turned, eqn),
+                    new_eqn(plus_zero_p, [turned], eqn.outvars, {}, like=eqn),
+                ]
+        return [eqn]
 
     def come_round(self, first: _Shifted, second: _Shifted, start: int) -> bool:
         """Whether each has zeros where the other one has its slice."""
@@ -251,6 +257,11 @@ def _alone(eqn: JaxprEqn, source: Var) -> _Shifted | None:
     )
 
 
+def _rotated(source: Var, dim: int, start: int, out: Var, eqn: JaxprEqn) -> JaxprEqn:
+    params = {"dim": dim, "start": start}
+    return new_eqn(rotate_p, [source], [out], params, like=eqn)
+
+
 def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
     """Where an array begins that two slices of it are, put together the other way."""
     if first is None or second is None or first.source is not second.source:
@@ -272,8 +283,8 @@ def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
     """An equation as static slices or a concatenation, if it makes nothing else."""
     if eqn.primitive.name == "split":
         return [*_pieces(eqn)]
-    if eqn.primitive.name == "tile" and _joins_two(eqn):
-        return [_joined(eqn)]
+    if eqn.primitive.name == "tile":
+        return [*_tilings(eqn)]
     if eqn.primitive.name == "pad" and _only_cuts(eqn):
         return [_without_ends(eqn)]
     places = eqn.invars[1:]
@@ -283,16 +294,22 @@ def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
     return [eqn]
 
 
-def _joins_two(eqn: JaxprEqn) -> bool:
-    """Whether a tiling joins an array with itself, once and along one dim."""
-    # With more copies the windows of all together are longer than the array.
-    return [n for n in eqn.params["reps"] if n != 1] == [2]
-
-
-def _joined(eqn: JaxprEqn) -> JaxprEqn:
-    ins, dim = [eqn.invars[0]] * 2, [*eqn.params["reps"]].index(2)
-    params = {"dimension": dim}
-    return new_eqn(lax.concatenate_p, ins, eqn.outvars, params, like=eqn)
+def _tilings(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """A tiling along one dim for each dim that is repeated."""
+    source, reps = eqn.invars[0], eqn.params["reps"]
+    shape = [*shape_of(source)]
+    repeated = [dim for dim, n in enumerate(reps) if n != 1]
+    if len(repeated) < 2:
+        yield eqn
+        return
+    for dim in repeated:
+        shape[dim] *= reps[dim]
+        (out,) = eqn.outvars
+        if dim != repeated[-1]:
+            out = resized_var(out, shape)
+        alone = tuple(n if d == dim else 1 for d, n in enumerate(reps))
+        yield eqn.replace(invars=[source], outvars=[out], params={"reps": alone})
+        source = out
 
 
 def _only_cuts(eqn: JaxprEqn) -> bool:

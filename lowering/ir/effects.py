@@ -24,8 +24,10 @@ def reads_writes(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
             return [*stmt.ins], [*stmt.outs]
         # A `Select` moves nothing, but it must stay behind its source and before its
         # readers.
-        case ir.Set() | ir.Reshard() | ir.Neighbours() | ir.Select() | ir.Communicate():
+        case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
+        case ir.Neighbours(sources=sources, out=out):
+            return [*sources], [out]
         case ir.Allocate(buffer=buffer):
             return [], [buffer]
         case ir.Deallocate(buffer=buffer):

@@ -36,8 +36,10 @@ def stream_key_text(key: StreamKey) -> str:
 
 def refuse_reshard(program: Program, stmt: Reshard | Neighbours) -> NoReturn:
     """Refuses a program that is laid out, and has no communications yet."""
+    sources = stmt.sources if isinstance(stmt, Neighbours) else (stmt.source,)
+    names = ", ".join(source.name for source in sources)
     error = errors.VerifyError(
-        f"got a {type(stmt).__name__} of {stmt.source.name} to {stmt.out.name}: it is "
+        f"got a {type(stmt).__name__} of {names} to {stmt.out.name}: it is "
         "made communication before a program runs"
     )
     error.add_note(str(program))

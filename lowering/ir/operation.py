@@ -10,7 +10,7 @@ from typing import TypeAlias
 from jhost.lowering.ir.layout import Layout, Partial, axes_size
 from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Set, Stmt
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
+from jhost.lowering.rules.dim_rule import DimRule, Dims, JoinedReads, factors_of
 from jhost.lowering.rules.flops import flops_of
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
@@ -42,7 +42,8 @@ class Operation:
 
     `pinned` is its only possible assignment, if its rule says so.  `cut` has the dims
     of each operand that only loops cut, and `windows` those that are read in windows.
-    `flops` is the work on whole arrays, if it `reduces`.
+    `joined` says that it only joins elements of its operands along a dim.  `flops` is
+    the work on whole arrays, if it `reduces`.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -57,6 +58,7 @@ class Operation:
     like: str | None = None
     pinned: Assignment | None = None
     windows: tuple[OperandWindow, ...] = ()
+    joined: JoinedReads | None = None
     reduces: bool = False
     cut: tuple[frozenset[int], ...] = ()
     flops: int = 0
@@ -141,7 +143,7 @@ def has_contraction(stmt: Stmt) -> bool:
 
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
     """The operation of `stmt`; a prefix is added to the names of its values."""
-    flops = 0
+    flops, joined = 0, None
     if isinstance(stmt, Set):
         factors = Factors()
         dims = factors.dims(stmt.out.shape)
@@ -152,6 +154,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         flops = flops_of(unit_eqn.eqn)
         rule, ins, outs = unit_eqn.rule, stmt.ins, stmt.outs
         operands = operand_maps(stmt)
+        joined = _joined(stmt)
     cut = tuple(_cut_by_loops(rule, dims) for dims in operands)
     operands, results = (_sharded(rule, maps) for maps in (operands, rule.results))
     reduces = rule.reduces or rule.contracts
@@ -168,8 +171,21 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         pinned=rule.pinned,
         cut=cut,
         windows=tuple(_windows(operands, ins)),
+        joined=joined,
         flops=flops if reduces else 0,
     )
+
+
+def _joined(stmt: Compute) -> JoinedReads | None:
+    """What a computation joins, with its operands numbered as the statement's."""
+    (unit_eqn,) = stmt.unit.eqns
+    joined = unit_eqn.rule.joined
+    if joined is None:
+        return None
+    places = {id(var): n for n, var in enumerate(stmt.unit.invars)}
+    invars = unit_eqn.eqn.invars
+    reads = tuple((places[id(invars[n])], each) for n, each in joined.reads)
+    return dataclasses.replace(joined, reads=reads)
 
 
 def _windows(maps: Sequence[Dims], ins: Sequence[Buffer]) -> Iterator[OperandWindow]:

@@ -88,9 +88,9 @@ def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
             return f"{_target([out], known)} Set({source.name})"
         case ir.Reshard(out=out, source=source):
             return f"{_target([out], known)} Reshard({source.name})"
-        case ir.Neighbours(out=out, source=source, dim=dim, axes=axes):
-            over = ", ".join(axes)
-            parts = f"{source.name}, dim={dim}, axes=({over})"
+        case ir.Neighbours(out=out, sources=sources, dim=dim, axes=axes):
+            over, read = ", ".join(axes), ", ".join(source.name for source in sources)
+            parts = f"{read}, dim={dim}, axes=({over})"
             return f"{_target([out], known)} Neighbours({parts})"
         case ir.Compute():
             return _compute_text(stmt, known)

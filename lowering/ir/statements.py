@@ -126,17 +126,18 @@ class Reshard:
 
 @node
 class Neighbours:
-    """Make `out` the window of `source` that the `count` steps here read along `dim`.
+    """Make `out` the window of `sources` that the `count` steps here read along `dim`.
 
     Devices along `axes` have a part of the dim each, and some of what `reads` says is
-    in other devices' parts.  Like a `Reshard`, it is made communications.
+    in other devices' parts.  Of several sources each step reads one element of one, and
+    some sources may be whole.  Like a `Reshard`, it is made communications.
     """
 
     out: Buffer
-    source: Buffer
+    sources: tuple[Buffer, ...]
     dim: int
     axes: tuple[str, ...]
-    reads: WindowReads
+    reads: tuple[WindowReads, ...]
     count: int
 
 

@@ -39,6 +39,7 @@ class _Converter:
         self.mesh = dict(program.mesh.shape)
         self.names = FreshNames.of(program)
         self.exchange = HaloWriter(self.mesh, self.names)
+        self.exchange.plan(program.body)
         self.results = {result.name for result in program.results}
 
     def convert(self, stmt: ir.Stmt) -> list[ir.Stmt]:

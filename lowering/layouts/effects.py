@@ -13,6 +13,7 @@ from jhost.lowering.ir.layout import (
 )
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.halo import plan_halo
+from jhost.lowering.layouts.joined import planned_join
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
@@ -83,6 +84,8 @@ class AssignmentEffects:
 
     def halo(self, op: Operation, assignment: Assignment) -> TransferBytes:
         """The bytes from neighbours, where dims are read in windows."""
+        if op.joined and axes_size(assignment[op.joined.factor], self.costs.mesh) > 1:
+            return self.joining(op, assignment)
         total = NOTHING
         shapes: dict[int, list[int]] = {}
         seen: set[Hashable] = set()
@@ -109,6 +112,27 @@ class AssignmentEffects:
             shape[window.dim] = plan.window
             total += TransferBytes(received, 0, len(sizes)) * self.costs.times(name)
         return total
+
+    def joining(self, op: Operation, assignment: Assignment) -> TransferBytes:
+        """The bytes of pieces of all operands that are joined along a dim."""
+        assert op.joined is not None
+        dim = op.joined.dim
+        shapes = [
+            local_shape(
+                self.costs.buffers[name].shape,
+                op.required(position, assignment),
+                self.costs.mesh,
+            )
+            for position, name in enumerate(op.ins)
+        ]
+        plan = planned_join(
+            op, assignment, [shape[dim] for shape in shapes], self.costs.mesh
+        )
+        sizes = [piece.size for piece in plan.pieces if not piece.stays]
+        buffer = self.costs.buffers[op.outs[0]]
+        shape = [*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]]
+        received = size_in_bytes(shape, buffer.dtype.itemsize)
+        return TransferBytes(received, 0, len(sizes)) * self.costs.times(op.outs[0])
 
     def flops(self, op: Operation, assignment: Assignment) -> int:
         """The work of a device, in all iterations."""

@@ -32,12 +32,16 @@ class HaloPiece:
         starts: for each device, where the stretch that it sends begins in its part.
         places: for each device, where it puts the elements in its window.  A device
             that needs none puts them behind the window.
+        arrays: for each device, of which array it sends a stretch; none if of one only.
+        lengths: for each device, how many elements it puts there; none if all.
     """
 
     sources: Sources
     size: int
     starts: tuple[int, ...]
     places: tuple[int, ...]
+    arrays: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @property
     def stays(self) -> bool:
@@ -45,9 +49,9 @@ class HaloPiece:
         return all(device == source for device, source in enumerate(self.sources))
 
     @property
-    def sent(self) -> tuple[Sources, int, tuple[int, ...]]:
+    def sent(self) -> tuple[Sources, int, tuple[int, ...], tuple[int, ...]]:
         """What moves, wherever it is put."""
-        return self.sources, self.size, self.starts
+        return self.sources, self.size, self.starts, self.arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

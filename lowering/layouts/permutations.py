@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-PieceSizes: TypeAlias = Mapping[tuple[int, int], int]
-"""The size of each piece, by its receiver and its sender."""
+PieceSizes: TypeAlias = Mapping[tuple[int, ...], int]
+"""The size of each piece, by its receiver and its sender.
+
+If a device has several pieces from one sender, a third number tells them apart.
+"""
 
 Sources: TypeAlias = tuple[int, ...]
 """For each device, the one that it receives from."""
@@ -27,8 +30,9 @@ def most_pieces(sizes: PieceSizes) -> int:
 def permutations(sizes: PieceSizes, devices: int) -> list[Sources]:
     """Permutations that have each piece once; the largest pieces are in the first."""
     coloring = _Coloring(most_pieces(sizes))
-    for pair in sorted(sizes, key=lambda pair: (-sizes[pair], pair)):
-        coloring.add(*pair)
+    # Among equals, those with the least third number are in the same one if they can.
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key[2:], key)):
+        coloring.add(*key[:2])
     return [_completed(color, devices) for color in coloring.senders]
 
 

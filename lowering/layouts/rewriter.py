@@ -203,13 +203,17 @@ class Rewriter:
             self.operand(number, position, op.required(position, assignment))
             for position in range(len(stmt.ins))
         ]
-        for window in op.windows:
+        joined = self.joins(number)
+        for window in () if joined else op.windows:
             ins[window.operand] = self.window(ins[window.operand], window, number)
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
         # One remark for a statement is enough; a move matters more than a whole dim.
         if not any(self.remarks[said:]):
             self.remarks.append(self.explain.left_whole(number))
         self.remarks.append(self.explain.replication(number))
+        if joined:
+            self.body += [self.joined(number, ins, *outs), *moved]
+            return
         (unit_eqn,) = stmt.unit.eqns
         unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
         unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
@@ -217,6 +221,28 @@ class Rewriter:
             dataclasses.replace(stmt, unit=unit, ins=tuple(ins), outs=outs)
         )
         self.body.extend(moved)
+
+    def joins(self, number: int) -> bool:
+        """Whether devices exchange pieces of all operands of an operation at once."""
+        joined = self.solution.operations[number].joined
+        if joined is None:
+            return False
+        return (
+            axes_size(self.solution.assignments[number][joined.factor], self.mesh) > 1
+        )
+
+    def joined(self, number: int, ins: Sequence[Buffer], out: Buffer) -> Neighbours:
+        """The result of an operation that joins elements of its operands."""
+        joined = self.solution.operations[number].joined
+        assert joined is not None
+        return Neighbours(
+            out=out,
+            sources=tuple(ins[n] for n, _ in joined.reads),
+            dim=joined.dim,
+            axes=self.solution.assignments[number][joined.factor],
+            reads=tuple(reads for _, reads in joined.reads),
+            count=out.shape[joined.dim],
+        )
 
     def window(self, source: Buffer, window: OperandWindow, number: int) -> Buffer:
         """The window of an operand that a device's steps of an operation read."""
@@ -240,7 +266,12 @@ class Rewriter:
             self.windows[key] = out
             self.body.append(
                 Neighbours(
-                    out=out, source=source, dim=dim, axes=axes, reads=reads, count=count
+                    out=out,
+                    sources=(source,),
+                    dim=dim,
+                    axes=axes,
+                    reads=(reads,),
+                    count=count,
                 )
             )
         return self.windows[key]

@@ -56,7 +56,7 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
         for axes in sorted(reached.get(wish.dim, ())):
             devices = axes_size(axes, mesh)
             # More than twice as much would cost more than it saves.
-            if wish.size % devices and wish.size >= devices:
+            if wish.size % devices and 2 * wish.size > devices:
                 request = PadRequest(
                     buffer=wish.dim[1],
                     dim=wish.dim[2],

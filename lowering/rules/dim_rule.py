@@ -168,6 +168,21 @@ class AttentionWindow:
         return self.left is None and self.right == 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedReads:
+    """Operands of which each step of a factor reads one element, along one dim.
+
+    The result has these elements in the order of the steps.  So devices exchange
+    pieces of all operands at once, and what each of them gets is its part of the
+    result: `rebind` never runs on a part of the factor.  `reads` has pairs of an
+    operand's number and what is read of it.  An operand may be read several times.
+    """
+
+    dim: int
+    factor: int
+    reads: tuple[tuple[int, WindowReads], ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DimRule:
     """The factors of one equation.
@@ -193,6 +208,7 @@ class DimRule:
         choices: for such a kernel, how many branches it chooses when it runs.
         pinned: for each factor, the mesh axes that the equation itself names; it works
             on no others.
+        joined: for an equation that only joins elements of its operands, which.
         windowed: the factors whose steps read windows of some operand.
         contracts: whether it multiplies and sums, because a reduced factor is in both
             first operands.  Such work takes long enough to hide a transfer.
@@ -216,6 +232,7 @@ class DimRule:
     traffic: Callable[[Shard], int] | None = None
     choices: Callable[[Shard], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
+    joined: JoinedReads | None = None
     windowed: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)
     reduces: bool = dataclasses.field(init=False)

@@ -39,6 +39,7 @@ _ARITHMETIC = (
     "neg",
     "nextafter",
     "one_minus_square",
+    "plus_zero",
     "polynomial",
     "pow",
     "real",

@@ -24,16 +24,25 @@ from jhost.lowering.rules.windows import padded
 
 
 def _edge(
-    x: jax.Array, *, dim: int, size: int, starts: tuple[int, ...]
+    *arrays: jax.Array,
+    dim: int,
+    size: int,
+    starts: tuple[int, ...],
+    chosen: tuple[int, ...],
 ) -> list[jax.Array]:
-    return [_slice_at(x, starts[0], size, dim)]
+    return [_slice_at(arrays[chosen[0]], starts[0], size, dim)]
 
 
 def _window(
-    *pieces: jax.Array, dim: int, size: int, places: tuple[tuple[int, ...], ...]
+    *pieces: jax.Array,
+    dim: int,
+    size: int,
+    places: tuple[tuple[int, ...], ...],
+    lengths: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
     first = [at[:1] for at in places]
-    return [_assembled(pieces, first, lambda table: table[0], dim, size)]
+    own = [length[:1] for length in lengths]
+    return [_assembled(pieces, first, own, lambda table: table[0], dim, size)]
 
 
 _FEW_PLACES = 3
@@ -43,20 +52,30 @@ Selects fuse into what reads them, but there is one for each place.
 """
 
 edge_p = define_primitive("edge", _edge)
-"""`size` elements of a dim; `starts` has the first one for each device's number."""
+"""`size` elements of a dim of one of some arrays.
+
+`starts` has the first one for each device's number, and `chosen` the array.
+"""
 
 window_p = define_primitive("window", _window)
-"""`size` elements of a dim, from pieces; `places` has each one's place by device."""
+"""`size` elements of a dim, from pieces.
+
+`places` has each one's place by device, and `lengths` how many elements of it count.
+"""
 
 
 @rule("edge")
 def edge(eqn: JaxprEqn) -> DimRule:
     """One factor: the devices, which have a start each."""
-    dim, size, starts = (eqn.params[name] for name in ("dim", "size", "starts"))
+    names = "dim", "size", "starts", "chosen"
+    dim, size, starts, chosen = (eqn.params[name] for name in names)
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        (x,) = args
-        return [_slice_at(x, _here(starts, shard), size, dim)]
+        start, number = _here(starts, shard), _here(chosen, shard)
+        if isinstance(number, int):
+            return [_slice_at(args[number], start, size, dim)]
+        edges = [_slice_at(x, start, size, dim) for x in args]
+        return [lax.select_n(number, *edges)]
 
     return _of_devices(eqn, len(starts), rebind)
 
@@ -64,11 +83,12 @@ def edge(eqn: JaxprEqn) -> DimRule:
 @rule("window")
 def window(eqn: JaxprEqn) -> DimRule:
     """One factor: the devices, which have a place for each piece."""
-    dim, size, places = (eqn.params[name] for name in ("dim", "size", "places"))
+    names = "dim", "size", "places", "lengths"
+    dim, size, places, lengths = (eqn.params[name] for name in names)
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         here = functools.partial(_here, shard=shard)
-        return [_assembled(args, places, here, dim, size)]
+        return [_assembled(args, places, lengths, here, dim, size)]
 
     return _of_devices(eqn, len(places[0]), rebind)
 
@@ -92,6 +112,8 @@ def _here(values: Sequence[int], shard: Shard) -> Any:
 
 
 def _slice_at(x: Any, start: Any, size: int, dim: int) -> Any:
+    """`size` elements from `start` on; behind a shorter array there are zeros."""
+    x = padded(x, dim, lax.full((), 0, x.dtype), (0, max(size - x.shape[dim], 0)))
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + size, axis=dim)
     return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
@@ -100,14 +122,15 @@ def _slice_at(x: Any, start: Any, size: int, dim: int) -> Any:
 def _assembled(
     pieces: Sequence[Any],
     places: Sequence[Sequence[int]],
+    counting: Sequence[Sequence[int]],
     here: Callable[[Sequence[int]], Any],
     dim: int,
     size: int,
 ) -> Any:
     """Pieces at their places, cut at the ends, with any values between them.
 
-    `places` has each piece's place on all devices.  `here` takes a number for each
-    device, and gives the one of this device.
+    `places` has each piece's place on all devices, and `counting` how many elements of
+    it count.  `here` takes a number for each device, and gives the one of this device.
     """
     lengths = [piece.shape[dim] for piece in pieces]
     # XLA:CPU (of JAX 0.12) ends the process where dtypes narrower than a byte are
@@ -123,10 +146,10 @@ def _assembled(
     shape[dim] = size
     number = lax.broadcasted_iota(np.int32, shape, dim)
     made = lax.full(shape, 0, pieces[0].dtype)
-    for piece, table, length in zip(pieces, places, lengths, strict=True):
+    for piece, table, counted in zip(pieces, places, counting, strict=True):
         at = here(table)
         moved = _moved(piece, table, at, dim, size)
-        inside = lax.bitwise_and(number >= at, number < at + length)
+        inside = lax.bitwise_and(number >= at, number < at + here(counted))
         made = lax.select(inside, moved, made)
     return made
 

@@ -26,6 +26,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
+from jhost.lowering.rules.joining import in_a_row, joining
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import identity, sum_of
 from jhost.lowering.rules.rows import can_be_summed
@@ -39,8 +40,8 @@ from jhost.lowering.rules.windows import (
     without_padding,
 )
 
-_MOST_PIECES = 8
-"""The most operands of a concatenation that is cut: each part selects among all."""
+MOST_PIECES = 32
+"""The most operands of a concatenation, or copies in a tiling, that are joined."""
 
 
 def _one_operand(
@@ -243,50 +244,33 @@ def _is_small_piece(size: int, total: int) -> bool:
 
 @rule("concatenate")
 def concatenate(eqn: JaxprEqn) -> DimRule:
-    """Each operand is read with an offset; small operands are whole instead."""
-    dim, shapes = eqn.params["dimension"], [shape_of(v) for v in eqn.invars]
-    sizes = [shape[dim] for shape in shapes]
-    total = sum(sizes)
-    if not has_windows(eqn) or len(sizes) > _MOST_PIECES or not total:
+    """Operands are joined; those that are a small part of the result are whole."""
+    dim = eqn.params["dimension"]
+    sizes = [shape_of(v)[dim] for v in eqn.invars]
+    if not has_windows(eqn) or len(sizes) > MOST_PIECES or not sum(sizes):
         return along(eqn, (dim,))
-    ends = [*itertools.accumulate(sizes)]
-    factors = Factors()
-    dims = factors.dims(shapes[0], whole=(dim,))
-    factor = factors.new(total)
-    reads = [
-        WindowReads(size=size, first=size - end, steps=(end - size, end))
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-
-    def with_dim(mapped: FactorDim | None) -> list[FactorDim | None]:
-        return [*dims[:dim], mapped, *dims[dim + 1 :]]
-
-    pieces = [FactorDim(factor, reads=each) for each in reads]
-    operands = [
-        with_dim(None if _is_small_piece(size, total) else piece)
-        for piece, size in zip(pieces, sizes, strict=True)
-    ]
-    made = factors.rule(operands, [with_dim(FactorDim(factor))])
-
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        if shard.parts(factor) == 1 and shard.size(factor) == total:
-            pairs = zip(args, sizes, strict=True)
-            return bind(eqn, [lax.slice_in_dim(x, 0, n, axis=dim) for x, n in pairs])
-        windows = [
-            (part_of_whole if mapped[dim] is None else window_of)(x, dim, piece, shard)
-            for x, mapped, piece in zip(args, operands, pieces, strict=True)
-        ]
-        return [_chosen(windows, dim, ends, shard.positions(factor))]
-
-    counted = frozenset({factor})
-    return dataclasses.replace(made, rebind=rebind, counted=counted)
+    return joining(eqn, dim, in_a_row(range(len(sizes)), sizes), whole=_small(sizes))
 
 
-def _chosen(windows: Sequence[Any], dim: int, ends: Sequence[int], places: Any) -> Any:
-    """For each place along a dim, the element of the window whose piece it is in."""
-    *others, chosen = windows
-    places = lax.broadcast_in_dim(places, chosen.shape, (dim,))
-    # Backward: each select puts its piece over all places before that piece's end.
-    for window, end in reversed([*zip(others, ends[:-1], strict=True)]):
-        chosen = lax.select(lax.lt(places, lax.full_like(places, end)), window, chosen)
-    return chosen
+@rule("tile")
+def tile(eqn: JaxprEqn) -> DimRule:
+    """Copies of the operand are joined, if the equation repeats one dim."""
+    shape, reps = shape_of(eqn.invars[0]), eqn.params["reps"]
+    repeated = [dim for dim, n in enumerate(reps) if n != 1]
+    if len(repeated) != 1 or not has_windows(eqn):
+        return along(eqn, repeated)
+    (dim,) = repeated
+    if reps[dim] > MOST_PIECES or not reps[dim] * shape[dim]:
+        return along(eqn, repeated)
+    return joining(eqn, dim, in_a_row([0] * reps[dim], [shape[dim]] * reps[dim]))
+
+
+def _small(sizes: Sequence[int]) -> set[int]:
+    """The operands that come whole: together they are much less than another one.
+
+    Only the devices of their part of the result need any of them, and each permute
+    sends to all.
+    """
+    order = sorted(range(len(sizes)), key=lambda n: sizes[n])
+    ends = itertools.accumulate(sizes[n] for n in order)
+    return {n for n, end in zip(order, ends, strict=True) if 8 * end <= max(sizes)}

@@ -28,7 +28,7 @@ class RowOfPieces:
 def plan_row(
     places: Sequence[Sequence[int]], lengths: Sequence[int], size: int
 ) -> RowOfPieces | None:
-    """The row for windows of that size, if there is one of at most twice the size.
+    """The row for windows of that size, if there is one that is not much longer.
 
     `places` has the place of each piece in each device's window.
     """
@@ -44,7 +44,8 @@ def plan_row(
     first, last = (m(starts.values(), default=0) for m in (min, max))
     length = last - first + size
     in_order = sorted(found, key=lambda each: each[1])
-    if length > 2 * size or _overlap(in_order, lengths):
+    # A large piece on both sides of another one is better selected than written twice.
+    if 2 * length >= 3 * size or _overlap(in_order, lengths):
         return None
     return RowOfPieces(
         length=length,

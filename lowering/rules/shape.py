@@ -117,12 +117,6 @@ def split(eqn: JaxprEqn) -> DimRule:
     return along(eqn, (eqn.params["axis"],))
 
 
-@rule("tile")
-def tile(eqn: JaxprEqn) -> DimRule:
-    """Repeated dims stay whole."""
-    return along(eqn, [dim for dim, n in enumerate(eqn.params["reps"]) if n != 1])
-
-
 # --- Values from indices ------------------------------------------------------- #
 
 

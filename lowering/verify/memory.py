@@ -110,7 +110,7 @@ def _check_select_types(state: State, stmt: Select) -> None:
 
 def check_set(state: State, stmt: Set) -> None:
     source = state.read(stmt.source)
-    _check_converts_nothing(state, stmt)
+    _check_converts_nothing(state, stmt, stmt.source)
     out = stmt.out
     spread = any(map(_is_spread, out.dims, stmt.source.dims))
     if spread or out.partial != stmt.source.partial:
@@ -135,7 +135,7 @@ def _is_spread(dim: Dim, old: Dim) -> bool:
 
 def check_reshard(state: State, stmt: Reshard) -> None:
     state.read(stmt.source)
-    _check_converts_nothing(state, stmt)
+    _check_converts_nothing(state, stmt, stmt.source)
 
     def spread(buffer: Buffer) -> list[int]:
         dims = zip(buffer.shape, buffer.dims, strict=True)
@@ -151,21 +151,26 @@ def check_reshard(state: State, stmt: Reshard) -> None:
 
 
 def check_neighbours(state: State, stmt: Neighbours) -> None:
-    source = state.read(stmt.source)
-    _check_converts_nothing(state, stmt)
-    expected = list(source.shape)
-    expected[stmt.dim] = stmt.reads.window(stmt.count)
-    if stmt.source.dims[stmt.dim].axes != stmt.axes or expected != [*stmt.out.shape]:
-        state.fail(
-            f"a window of {expected} over {list(stmt.axes)}",
-            f"{type_text(stmt.out)} of {type_text(stmt.source)}",
-            "a window has the elements that a device's steps read of a sharded dim",
-        )
+    for source, reads in zip(stmt.sources, stmt.reads, strict=True):
+        expected = list(state.read(source).shape)
+        _check_converts_nothing(state, stmt, source)
+        expected[stmt.dim] = reads.window(stmt.count)
+        axes = source.dims[stmt.dim].axes
+        whole = len(stmt.sources) > 1 and not axes
+        placed = whole or axes == stmt.axes
+        if not placed or expected != [*stmt.out.shape]:
+            state.fail(
+                f"a window of {expected} over {list(stmt.axes)}",
+                f"{type_text(stmt.out)} of {type_text(source)}",
+                "a window has the elements that a device's steps read of a sharded dim",
+            )
     state.write(stmt.out, stmt.out.shape)
 
 
-def _check_converts_nothing(state: State, stmt: Set | Reshard | Neighbours) -> None:
-    out, source = stmt.out, stmt.source
+def _check_converts_nothing(
+    state: State, stmt: Set | Reshard | Neighbours, source: Buffer
+) -> None:
+    out = stmt.out
     if out.dtype != source.dtype or len(out.shape) != len(source.shape):
         state.fail(
             f"the type of {source.name}: {type_text(source)}",

@@ -8,6 +8,7 @@ import importlib
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -222,8 +223,8 @@ def _run_parts(cases: Sequence[_Case]) -> None:
 
 def _parts(rule: DimRule) -> Iterator[_Part]:
     """Those that are compared; the whole is a part of every factor."""
-    for factor, size in enumerate(rule.sizes):
-        for chunks in _chunkings(size):
+    for factor in range(len(rule.sizes)):
+        for chunks in _chunkings(rule, factor):
             yield from _chunks(rule, factor, chunks)
     yield from _together(rule)
 
@@ -232,10 +233,30 @@ def _check(case: _Case) -> None:
     rule = case.rule
     _check_sizes(rule.operands, rule.sizes, case.operands)
     _check_sizes(rule.results, rule.sizes, case.results)
-    for factor, size in enumerate(rule.sizes):
-        for chunks in _chunkings(size):
+    for factor in range(len(rule.sizes)):
+        for chunks in _chunkings(rule, factor):
             _check_chunks(case, factor, chunks)
     _check_together(case)
+    _check_joined(case)
+
+
+def _check_joined(case: _Case) -> None:
+    """Each step reads one element of one operand, and the result has it there."""
+    joined = case.rule.joined
+    if joined is None:
+        return
+    (result,) = case.results
+    made = np.zeros_like(result)
+    seen = Counter[int]()
+    for number, reads in joined.reads:
+        for step in range(*reads.steps):
+            at = np.moveaxis(made, joined.dim, 0)
+            at[step] = np.moveaxis(case.operands[number], joined.dim, 0)[
+                reads.start(step, 1)
+            ]
+            seen[step] += 1
+    assert seen == Counter(range(result.shape[joined.dim]))
+    _assert_same(made, result)
 
 
 def _check_sizes(
@@ -251,17 +272,25 @@ def _check_sizes(
                 assert sizes[dim.factor] * dim.scale == size
 
 
-def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
-    """Ways to cut `size` steps: not at all, and at places that are no multiples.
+def _chunkings(rule: DimRule, factor: int) -> Iterator[tuple[int, ...]]:
+    """Ways to cut a factor: not at all, and at places that are no multiples.
 
     There are single steps at both ends, and half of all between them.
     """
+    size = rule.sizes[factor]
     yield (size,)
+    if _is_joined(rule, factor):
+        return
     half = size - size // 2
     if size > 3:
         yield tuple(part for part in (1, half, size - half - 2, 1) if part)
     elif size > 1:
         yield (1, size - 1)
+
+
+def _is_joined(rule: DimRule, factor: int) -> bool:
+    """Whether no part of a factor is ever run: its pieces are put together instead."""
+    return rule.joined is not None and rule.joined.factor == factor
 
 
 def _chunks(rule: DimRule, factor: int, chunks: Sequence[int]) -> list[_Part]:
@@ -300,10 +329,10 @@ def _together(rule: DimRule) -> list[_Part]:
     followed = set[int]().union(*map(factors_of, rule.results))
     pairs = zip(rule.sizes, rule.reducers, strict=True)
     parts = [
-        [(size // 2, size - size // 2)]
+        [(0, size)]
+        if _is_joined(rule, factor) or (reducer is not None and factor in followed)
+        else [(size // 2, size - size // 2)]
         if reducer is None
-        else [(0, size)]
-        if factor in followed
         else _halves(size)
         for factor, (size, reducer) in enumerate(pairs)
     ]

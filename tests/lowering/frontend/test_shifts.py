@@ -44,6 +44,8 @@ def _moves(fun: Fun) -> list[str]:
                     found.append(f"pad {tuple(map(int, params['padding_config'][0]))}")
                 case "rotate":
                     found.append(f"rotate {params['start']}")
+                case "tile":
+                    found.append(f"tile {tuple(params['reps'])}")
                 case "concatenate" | "dynamic_slice" | "split":
                     found.append(name)
                 case _:
@@ -83,8 +85,9 @@ def _moves(fun: Fun) -> list[str]:
         (lambda x: x + jnp.pad(x[2:], ((0, 2), (0, 0))), ["pad (-2, 2, 0)"]),
         (lambda x: jnp.concatenate([x[3:], x[:2]]), ["3:16", "0:2", "concatenate"]),
         (lambda x: x[2:, 1:][:4], ["2:16", "0:4"]),
-        (lambda x: jnp.tile(x, (2, 1)), ["concatenate"]),
-        (lambda x: jnp.tile(x, (2, 1))[4:-12], ["concatenate", "4:20"]),
+        (lambda x: jnp.tile(x, (2, 1)), ["tile (2, 1)"]),
+        (lambda x: jnp.tile(x, (2, 1))[4:-12], ["tile (2, 1)", "4:20"]),
+        (lambda x: jnp.tile(x, (3, 2)), ["tile (3, 1)", "tile (1, 2)"]),
     ],
 )  # fmt: skip
 def test_a_chain_along_one_dim_is_one_equation(fun: Fun, moves: list[str]) -> None:

@@ -309,6 +309,13 @@ _STEPS: dict[str, Callable[[Array, int, int], Array]] = {
     ),
     "rev": lambda x, a, b: x[::-1] + a,
     "twice": lambda x, a, b: jnp.concatenate([x * a, x[: b % 4], x]),
+    "joined": lambda x, a, b: jnp.concatenate(
+        [x * n if n % 2 else x[n % 3 :] for n in range(1 + a % 5)]
+    ),
+    "tiled": lambda x, a, b: jnp.tile(x, (1 + a % 4, 1))[: 1 + 3 * len(x) // 2 + b],
+    "split": lambda x, a, b: functools.reduce(
+        lambda y, z: jnp.concatenate([z, y]), jnp.split(x, [len(x) // 3, len(x) // 2])
+    ),
     "difference": lambda x, a, b: x[1:] * a - x[:-1] if len(x) > 1 else x,
     "tail": lambda x, a, b: x[-1 - a % 2 :] * b + x[:1],
     "windows": _windows,

@@ -82,13 +82,19 @@ def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (by_kernel, P()),
         (lambda x: jnp.concatenate([x, x]), P(("a", "b"))),
         (lambda x: jnp.tile(x, (2, 1)), P(("a", "b"))),
+        (lambda x: jnp.tile(x, (3, 2)), P(("a", "b"))),
+        (lambda x: jnp.concatenate([x, x * 2, x]), P(("a", "b"))),
+        (pulled(lambda x: jnp.concatenate([x, x * 2, x])), P(("a", "b"))),
+        (lambda x: jnp.concatenate([x + n for n in range(5)]), P(("a", "b"))),
+        (pulled(lambda x: jnp.tile(x, (1, 2))), P(("a", "b"))),
         (pulled(pooled), P(("a", "b"))),
         (pulled(lambda x: jnp.pad(x, ((8, 8), (0, 0)))), P(("a", "b"))),
         (pulled(lambda x: jnp.concatenate([x[:1] * 2, x])[:-1]), P(("a", "b"))),
     ],
     ids=[
         "roll", "difference", "conv", "last", "slice", "sort", "argmax", "by kernel",
-        "joined", "tiled", "pooled", "padded", "behind a row",
+        "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
+        "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
     ],
 )  # fmt: skip
 def test_no_more_than_twice_is_moved_and_kept(

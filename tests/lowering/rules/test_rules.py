@@ -230,7 +230,7 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
     "pad": (lambda x: lax.pad(x, 0, ((0, 0, 0), (1, -1, 2))), _ints(3, 4)),
     "reshape": (lambda x: lax.reshape(x, (10, 3, 4)), _ints(6, 5, 1, 4)),
     "rev": (lambda x: lax.rev(x, (1,)), _ints(3, 4)),
-    "rotate": (lambda x: rotate_p.bind(x, x, dim=1, start=3, added=True), _ints(3, 4)),
+    "rotate": (lambda x: rotate_p.bind(x, dim=1, start=3), _ints(3, 4)),
     "slice": (lambda x: lax.slice(x, (0, 1), (3, 4), (1, 2)), _ints(3, 5)),
     "split": (lambda x: lax.split(x, (1, 3), axis=1), _ints(3, 4)),
     "squeeze": (lambda x: lax.squeeze(x, (1,)), _ints(3, 1, 4)),
