@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import os
@@ -213,17 +214,23 @@ NOT_THERE = ("tests/aot/", "nnx")
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    folders = {Path(__file__).parent / "lowering" / name for name in NEWEST}
     for item in items:
         not_there = any(name in item.nodeid for name in NOT_THERE)
-        if not_there or folders.intersection(item.path.parents):
+        in_lowering, folder, *_ = (*_place(item.path), "")
+        if not_there or (in_lowering == "lowering" and folder in NEWEST):
             item.add_marker("newest")
     if left_out := set() if config.option.keyword else _left_out(config, items):
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
         items[:] = [item for item in items if item not in left_out]
     # The tests of whole programs and of processes take longest, and stand at the top:
     # no worker is to begin one of them when the others come to their end.
-    items.sort(key=lambda item: len(item.path.parents))
+    items.sort(key=lambda item: len(_place(item.path)))
+
+
+@functools.cache  # there are thousands of tests in each of three processes
+def _place(file: Path) -> tuple[str, ...]:
+    """Where a file of tests stands: its folders below this one, and its name."""
+    return file.relative_to(Path(__file__).parent).parts
 
 
 def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
@@ -242,7 +249,7 @@ def _test_of(item: pytest.Item) -> str:
 
 def _shared(item: pytest.Item) -> str:
     """What has variants of which either JAX tries some: a test, or a file of tests."""
-    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    name = "/".join(_place(item.path))
     return name if name in EITHER else _test_of(item)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jhost._jax import cached
 from jhost.lowering.interpret.arrays import OnDevices, as_jax, as_numpy, as_operand
 from jhost.lowering.interpret.collectives import reduced
-from jhost.lowering.interpret.equations import by_numpy
+from jhost.lowering.interpret.equations import evaluated, traced
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.statements import Compute, Unit
-from jhost.lowering.rules.dim_rule import bound_by
+from jhost.lowering.ir.statements import Chunk, Compute, Unit
+from jhost.lowering.rules.dim_rule import Combine
 from jhost.lowering.rules.properties import has_callback
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
@@ -34,12 +35,11 @@ def compute(
     if mesh.axis_names and _communicates(stmt.unit):
         return _on_mesh(stmt, ins, starts, size, mesh)
     dtypes = [buffer.dtype for buffer in stmt.ins]
-    found = [
-        _on_device(
-            stmt, list(map(as_operand, each, dtypes)), starts[rank], size, ranks, rank
-        )
-        for rank, each in enumerate(_by_device(ins, ranks.count))
-    ]
+    step = _Step(stmt.unit, stmt.chunk, size, tuple(ranks.sizes.items()))
+    found: list[list[np.ndarray]] = []
+    for rank, each in enumerate(_by_device(ins, ranks.count)):
+        place = starts[rank], *np.unravel_index(rank, ranks.shape)
+        found.append(_run(step, *map(np.int32, place), *map(as_operand, each, dtypes)))
     return list(map(list, zip(*found, strict=True)))
 
 
@@ -54,7 +54,7 @@ def combined(
         return [reduced(stmt.reducer, (a, b.astype(a.dtype))) for a, b in pairs]
     (unit_eqn,) = stmt.unit.eqns
     assert unit_eqn.rule.combine is not None
-    return list(map(as_numpy, unit_eqn.rule.combine(held, new)))
+    return _run(_Combination(unit_eqn.rule.combine), *held, *new)
 
 
 def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, ...]]:
@@ -62,23 +62,41 @@ def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, .
     return list(zip(*ins, strict=True)) if ins else [()] * count
 
 
-def _on_device(
-    stmt: Compute,
-    ins: Sequence[Any],
-    start: int,
-    size: int,
-    ranks: Ranks,
-    rank: int,
-) -> list[np.ndarray]:
-    position = dict(zip(ranks.sizes, np.unravel_index(rank, ranks.shape), strict=True))
-    site = Site(
-        mesh=ranks.sizes,
-        rank=lambda axis: int(position[axis]),
-        chunk=stmt.chunk and ChunkAt.of(stmt.chunk, start, size),
-    )
-    with bound_by(by_numpy):
-        outs = evaluate_unit(stmt.unit, ins, site)
-    return list(map(as_numpy, outs))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What a statement's unit does with `size` steps of its chunk, on any device."""
+
+    unit: Unit
+    chunk: Chunk | None
+    size: int
+    mesh: tuple[tuple[str, int], ...]
+
+    def __call__(self, start: Any, *operands: Any) -> list[Any]:
+        """The results, from the device's place on each axis and what the unit reads."""
+        count = len(self.mesh)
+        position = dict(zip(dict(self.mesh), operands[:count], strict=True))
+        site = Site(
+            mesh=dict(self.mesh),
+            rank=position.__getitem__,
+            chunk=self.chunk and ChunkAt.of(self.chunk, start, self.size),
+        )
+        return evaluate_unit(self.unit, operands[count:], site)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Combination:
+    """One result of two parts' results, which come one behind the other."""
+
+    combine: Combine
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        half = len(values) // 2
+        return self.combine(values[:half], values[half:])
+
+
+def _run(function: Callable[..., Any], *args: Any) -> list[np.ndarray]:
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    return list(map(as_numpy, evaluated(traced(function, *types), args)))
 
 
 # --- On all devices at once --------------------------------------------------------- #

@@ -14,10 +14,8 @@ written with `building.py` and `windows.py`, and `table.py` imports them all.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -106,34 +104,12 @@ Rebind: TypeAlias = Callable[[JaxprEqn, Sequence[Any], Shard], Sequence[Any]]
 Combine: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-Binder: TypeAlias = Callable[
-    [JaxprEqn, Sequence[Any], Mapping[str, Any]], Sequence[Any] | None
-]
-"""Gives the results of an equation for operands and parameters, or None."""
-
-_binder: ContextVar[Binder | None] = ContextVar("_binder", default=None)
-
-
-@contextlib.contextmanager
-def bound_by(binder: Binder) -> Generator[None]:
-    """Has `bind` ask `binder` before it asks JAX."""
-    token = _binder.set(binder)
-    try:
-        yield
-    finally:
-        _binder.reset(token)
-
-
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind `eqn`'s primitive to `args`, with some parameters changed."""
     # A sharding among the parameters is that of the whole result.  JAX would refuse it
     # for a part, where all mesh axes are manual.
     dropped = dict.fromkeys({"sharding", "out_sharding"} & eqn.params.keys())
     params = {**eqn.params, **dropped, **changed}
-    binder = _binder.get()
-    found = binder and binder(eqn, args, params)
-    if found is not None:
-        return [*found]
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-from jhost.lowering.interpret.equations import by_numpy
-from jhost.lowering.rules.dim_rule import shape_of
+from jhost._jax import evaluate_by
+from jhost.lowering.interpret.equations import by_numpy, evaluated, traced
 from tests.lowering.hand_built import integers
 
 X, Y = integers(2, 3, 4), integers(2, 4, 3, seed=1)
@@ -38,33 +40,93 @@ X, Y = integers(2, 3, 4), integers(2, 4, 3, seed=1)
         pytest.param(lambda x, y: lax.rev(x, (0, 2)), id="rev"),
         pytest.param(lambda x, y: lax.transpose(x, (2, 0, 1)), id="transpose"),
         pytest.param(lambda x, y: lax.reduce_sum(x, (0, 2)), id="sum"),
+        pytest.param(
+            lambda x, y: lax.pad(
+                x, lax.full((), 7, x.dtype), ((-1, 2, 0), (2, -3, 2), (0, 1, 1))
+            ),
+            id="pad",
+        ),
+        pytest.param(
+            lambda x, y: lax.select(x > 0, x, lax.transpose(y, (0, 2, 1))), id="select"
+        ),
+        pytest.param(lambda x, y: lax.split(x, (1, 0, 3), 2)[2], id="split"),
+        pytest.param(
+            lambda x, y: x + lax.broadcasted_iota(x.dtype, x.shape, 2), id="iota"
+        ),
         pytest.param(lambda x, y: lax.sub(x, lax.transpose(y, (0, 2, 1))), id="sub"),
     ],
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
 def test_numpy_gives_what_jax_gives(fun: Callable[..., Any], dtype: Any) -> None:
-    x, y = X.astype(dtype), Y.astype(dtype)
-    *before, eqn = jax.make_jaxpr(fun)(x, y).eqns
-    args = [x if shape_of(v) == x.shape else y for v in eqn.invars]
-    if before:
-        args = [x, y.transpose(0, 2, 1)]
-    given = by_numpy(eqn, args, eqn.params)
-    assert given is not None
-    wanted = eqn.primitive.bind(*args, **eqn.params)
-    assert (given[0].dtype, given[0].shape) == (wanted.dtype, wanted.shape)
-    np.testing.assert_array_equal(given[0], wanted)
+    check(fun, X.astype(dtype), Y.astype(dtype))
+
+
+def check(fun: Callable[..., Any], *args: Any) -> None:
+    """NumPy alone gives what JAX does, in value and type."""
+    body = jax.make_jaxpr(fun)(*args)
+    ran: list[str] = []
+
+    def equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        given = by_numpy(eqn, args)
+        assert given is not None, eqn
+        ran.append(eqn.primitive.name)
+        return given
+
+    (given,) = evaluate_by(body, body.consts, args, equation, lambda each: each.val)
+    wanted = fun(*args)
+    assert ran
+    assert (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
+    np.testing.assert_array_equal(given, wanted)
 
 
 def test_windows_are_moved_inside() -> None:
-    start = np.int32(3), np.int32(-1), np.int32(2)
-    fun = jax.make_jaxpr(lambda x, *at: lax.dynamic_slice(x, at, (1, 2, 3)))
-    eqn = fun(X, *start).eqns[-1]
-    given = by_numpy(eqn, [X, *(np.maximum(at, 0) for at in start)], eqn.params)
-    assert given is not None
-    np.testing.assert_array_equal(given[0], X[1:2, 0:2, 1:4])
+    starts = np.array([3, -1, 2], np.int32)
+    check(lambda x, *at: lax.dynamic_slice(x, at, (1, 2, 3)), X, *np.maximum(starts, 0))
+
+
+@pytest.mark.parametrize("given", ["bool", "int8", "uint32", "float32", "bfloat16"])
+@pytest.mark.parametrize("wanted", ["bool", "int8", "uint32", "float32"])
+def test_types_become_others_as_in_jax(given: str, wanted: str) -> None:
+    x = jnp.asarray([0, 1, 3, 100, 200, 2.0**31], "float32").astype(given)
+    fun = jax.make_jaxpr(lambda x: lax.convert_element_type(x, wanted))
+    x = np.asarray(x)
+    narrowed = given in ("float32", "bfloat16") and wanted != "float32"
+    for eqn in fun(x).eqns:
+        if narrowed:
+            assert by_numpy(eqn, [x]) is None
+        else:
+            check(lambda x: lax.convert_element_type(x, wanted), x)
+
+
+def test_numbers_are_brought_into_bounds() -> None:
+    x = np.array([-5, 0, 3, 9], np.int32)
+    check(lambda x: lax.clamp(np.int32(0), x, np.int32(4)), x)
+    # The lower bound is asked first.
+    check(lambda x: lax.clamp(np.int32(4), x, np.int32(0)), x)
+
+
+@pytest.mark.parametrize("which", [np.bool_(True), np.int32(2)])
+def test_one_of_several_is_selected_for_all_elements(which: Any) -> None:
+    cases = [X, X + 1, X + 2][: 3 if which.dtype == np.int32 else 2]
+    check(lambda which, *cases: lax.select_n(which, *cases), which, *cases)
+
+
+def test_a_traced_step_runs_for_all_that_is_like_it() -> None:
+    """Functions that it calls are run too, and what NumPy has not is JAX's."""
+    calls: list[Any] = []
+
+    @jax.jit
+    def called(x: Any) -> Any:
+        calls.append(x)
+        return jnp.tanh(x) + jnp.sum(x)
+
+    for number in range(3):
+        (given,) = evaluated(traced(called, jax.typeof(X[0])), [X[0] * number])
+        np.testing.assert_allclose(given, called(X[0] * number), rtol=1e-6)
+    assert len(calls) == 1
 
 
 def test_narrow_floats_are_left_to_jax() -> None:
-    x = X.astype(jax.numpy.bfloat16)
+    x = X.astype(jnp.bfloat16)
     (eqn,) = jax.make_jaxpr(lambda x: lax.reduce_sum(x, (0,)))(x).eqns
-    assert by_numpy(eqn, [x], eqn.params) is None
+    assert by_numpy(eqn, [x]) is None
