@@ -15,7 +15,7 @@ from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
 from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
-from jhost.lowering.explain import Explanation
+from jhost.lowering.explanation import Explanation
 from jhost.runtime.mesh import AnyMesh
 
 P = ParamSpec("P")

@@ -28,7 +28,8 @@ from jhost._testing.arguments import (
     check_tolerance,
 )
 from jhost._testing.values import Case, compare
-from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.explain import explain_program
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.program import Program
 
 Axes: TypeAlias = Mapping[str, int]

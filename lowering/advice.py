@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jhost._text import seconds_text
+from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.ir.marks import OnLines
 from jhost.lowering.ir.remarks import LayoutReport, LeftStream, Prediction, StreamReport
 from jhost.lowering.places import END, START
-from jhost.lowering.steps import CommunicationReport
 
 if TYPE_CHECKING:
-    from jhost.lowering.explain import Explanation
+    from jhost.lowering.explanation import Explanation
 
 _LITTLE = 0.03
 """Predictions are not exact enough for gains of less than this share of the time."""

@@ -25,7 +25,7 @@ from jhost._commands.block import writable_file
 from jhost._commands.function import add_function, given_function
 from jhost._page import PAGE
 from jhost.lowering.cost.rates import known_kinds
-from jhost.lowering.explain import Explanation
+from jhost.lowering.explanation import Explanation
 from jhost.runtime.devices import assumed
 
 

@@ -24,7 +24,7 @@ from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.rules.collectives import written_in
 from jhost.lowering.streams.participation import Access, participation_of
 from jhost.lowering.streams.plan import plan_program
-from jhost.lowering.streams.propagation import StreamPlan
+from jhost.lowering.streams.stream_plan import StreamPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

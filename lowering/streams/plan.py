@@ -21,7 +21,8 @@ from jhost.lowering.ir.requests import (
     stream_choices,
 )
 from jhost.lowering.streams.participation import Participation
-from jhost.lowering.streams.propagation import Propagation, StreamPlan
+from jhost.lowering.streams.propagation import Propagation
+from jhost.lowering.streams.stream_plan import StreamPlan
 
 _EARLIER = "the program before, planned alike"
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from jhost.lowering.ir.regions import overlap
 from jhost.lowering.ir.stages import Turn, set_aside, stages_of, turns
 from jhost.lowering.ir.statements import For, Stmt
-from jhost.lowering.verify.state import InFlight, KnownBuffer, Scope, State
+from jhost.lowering.verify.known import InFlight, KnownBuffer, Scope
+from jhost.lowering.verify.state import State
 
 
 @dataclasses.dataclass(slots=True)

@@ -28,6 +28,7 @@ from jhost.lowering.verify.communication import (
     check_wait,
 )
 from jhost.lowering.verify.control_flow import check_control_flow
+from jhost.lowering.verify.known import Root
 from jhost.lowering.verify.loops import check_loop
 from jhost.lowering.verify.memory import (
     check_allocate,
@@ -37,7 +38,7 @@ from jhost.lowering.verify.memory import (
     check_select,
     check_set,
 )
-from jhost.lowering.verify.state import Root, State, TypesOfUnits
+from jhost.lowering.verify.state import State, TypesOfUnits
 
 
 def verify(

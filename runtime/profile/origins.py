@@ -10,7 +10,12 @@ from typing import Literal, TypeAlias
 
 from jhost.lowering.ir.scopes import Origin, origin_of
 from jhost.runtime.profile.hlo_text import Instruction, Module
-from jhost.runtime.profile.schedule import CONTROL, attribute, collectives, is_matmul
+from jhost.runtime.profile.instructions import (
+    CONTROL,
+    attribute,
+    collectives,
+    is_matmul,
+)
 
 Activity: TypeAlias = Literal["communication", "computation"]
 """Copies inside a device, fills and the like are computation."""

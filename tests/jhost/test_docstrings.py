@@ -20,12 +20,12 @@ from jax.typing import ArrayLike
 
 import jhost
 from jhost import errors
+from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.cost.rates import Link, Rates
 from jhost.lowering.cost.tasks import Task
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.rules.dim_rule import DimRule
-from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.profile.schedule import ScheduledCommunication
 
 ROWS = CommunicationReport, ScheduledCommunication
