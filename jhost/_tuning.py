@@ -30,6 +30,7 @@ class Environment:
 
     jhost: str
     jax: str
+    # XLA comes with it, and its version need not be that of JAX.
     jaxlib: str
     platform: str
     device_kind: str
@@ -58,6 +59,7 @@ class Candidate(PipelineSpec):
     predicted: float | None
 
     def __post_init__(self) -> None:
+        # A file may have been edited.  A wrong count would fail deep in lowering.
         if self.pipeline not in (None, "collective", "p2p"):
             _refuse("pipeline", self.pipeline, "'collective', 'p2p' or None")
         for name in ("chunks", "streams"):
@@ -101,6 +103,7 @@ class TunedStream:
     axis: int
     marks: tuple[int, ...]
     candidates: tuple[Candidate, ...]
+    # What cannot run here is a result as well: it may run with more memory.
     left_out: tuple[str, ...]
 
     @property
@@ -230,6 +233,7 @@ class Tuning:
         try:
             with damage_refused():
                 fields = json.loads(text)
+                # The format first: another format may have other fields.
                 known = dict(fields).pop("jhost_tuning")
         except ValueError as error:
             raise errors.TuningError(
@@ -306,6 +310,7 @@ def _bars(candidate: Candidate, chosen: str) -> Iterator[Bar]:
     """A bar for the measured time, and one for the predicted time below it."""
     median, minimum = map(seconds_text, (candidate.median, candidate.minimum))
     measured = (("measured", candidate.median),)
+    # The median is what the choice goes by.  A minimum is how fast it could be.
     yield Bar(candidate.text, measured, f"median {median}, minimum {minimum}{chosen}")
     if candidate.predicted is not None:
         predicted = (("predicted", candidate.predicted),)

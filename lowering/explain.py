@@ -45,6 +45,7 @@ def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
         communications=rows("communications"),
         permutes=rows("permutes"),
         notes=rows("notes"),
+        # Programs of one function mostly get the same options: each is said once.
         options=tuple(dict.fromkeys(rows("options"))),
         programs=tuple(explanations),
         predicted=_summed(
@@ -63,6 +64,7 @@ def _summed(predictions: Iterable[Prediction | None]) -> Prediction | None:
     """The sum, if all are known."""
     found = list(predictions)
     known = [each for each in found if each is not None]
+    # A sum with an unknown part would be taken for the whole.
     return sum(known, Prediction()) if known and len(known) == len(found) else None
 
 
@@ -94,6 +96,7 @@ def _explained(
 ) -> Explanation:
     """What a program does, or a body that runs so many `times`."""
     remarks = displayed_remarks(program)
+    # Once: communications are the steps that move something.
     steps = steps_of(program, times, known.rates, known.reach)
     return Explanation(
         name=name,
@@ -123,6 +126,8 @@ def _bodies(program: Program, times: int, known: DeviceFacts) -> Iterator[Explan
         if isinstance(stmt, CONTROL_FLOW):
             for name, body, often in named_bodies(stmt, times):
                 found = _explained(body, name, often, known)
+                # Most bodies have nothing to say, such as those of `jnp` functions with
+                # a loop.
                 if found.loops or any(getattr(found, field) for field in ROWS.values()):
                     yield found
 

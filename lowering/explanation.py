@@ -148,6 +148,7 @@ def _lines(explanation: Explanation) -> Iterator[str]:
             yield f"    {row}"
             if isinstance(row, CommunicationReport):
                 yield f"      {row.detail}"
+    # What is inside comes behind, and its rows are not said twice.
     for each in (*explanation.programs, *explanation.bodies):
         yield f"  {each.title}"
         yield from (f"  {line}" for line in _lines(each))
@@ -206,6 +207,7 @@ def _box(step: Step) -> Element:
 
 def _rows(title: str, rows: Sequence[Any]) -> list[Element]:
     """The page elements for rows of one kind."""
+    # All rows under one title are of one type.
     match rows[0]:
         case StreamReport():
             return titled(title, *(part for row in rows for part in _stream(row)))

@@ -101,6 +101,7 @@ def folded_transfers(
     """The transfers of each value as one, the longest exposed one first."""
     groups: dict[object, list[CommunicationReport]] = {}
     for report in reports:
+        # By name: a layer that is written out 24 times has one row.
         key = report.kind, report.axes, report.value, report.written, report.lane
         groups.setdefault(key, []).append(report)
     folded = [FoldedTransfer(tuple(group)) for group in groups.values()]

@@ -71,6 +71,8 @@ def named_bodies(
     stmt: ir.ControlFlow, times: int
 ) -> Iterator[tuple[str, Program, int]]:
     """Each body with its name in messages, and how often it runs."""
+    # How often a `while` goes round, nobody knows before.  A branch is taken once at
+    # most.
     length = stmt.length if isinstance(stmt, ir.Scan) else 1
     where = f" [{stmt.where}]" if stmt.where else ""
     for name, body in zip(_body_names(stmt), stmt.bodies, strict=True):
@@ -92,6 +94,8 @@ def takes_turns(loop: ir.For) -> bool:
     """Whether the iterations of a loop take turns on streams, and do work there."""
     ordering = [isinstance(s, ir.SetCurrentStream | ir.Synchronize) for s in loop.body]
     inner = any(isinstance(s, ir.For) and takes_turns(s) for s in loop.body)
+    # Its body begins with the stream of the iteration.  A loop that only waits for all
+    # streams has no work.
     return inner or (ordering[0] and not all(ordering))
 
 
@@ -109,6 +113,7 @@ class _Reporter:
         self.ranks = Ranks(program.mesh.shape)
         self.loops: dict[str, int] = {}
         self.places = places_of(program)
+        # Without rates there are no times, and reports leave them out.
         self.seconds = transfer_times(program, rates) if rates else {}
 
     def steps(self, body: Sequence[ir.Stmt], repeats: Fraction) -> Iterator[Step]:
@@ -139,7 +144,10 @@ class _Reporter:
         report = CommunicationReport(
             kind=stmt.kind,
             axes=stmt.axes,
+            # The source has the name: what comes of it is one that jhost made up.
             value=display_name(self.program, stmt.source.name),
+            # A ragged last chunk is a fraction of a first one.  Rounded one by one,
+            # chunks would not add up to the value.
             bytes=int(self.received(stmt) * repeats) * self.times,
             chunks=math.ceil(repeats),
             times=self.times,
@@ -191,6 +199,7 @@ def _written_in(program: Program, stmt: ir.Compute, times: int) -> Iterator[Step
 def _as_written(
     found: WrittenCollective, where: str, mesh: Mapping[str, int], times: int
 ) -> Step:
+    # How many rows go where is only known at run time.  There is room for the most.
     value, most = aval_text(found.source), found.room or found.source
     layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"
     kind = "AllToAll" if found.kind == "RaggedAllToAll" else found.kind
@@ -204,6 +213,7 @@ def _as_written(
         chunks=1,
         times=often,
         written=True,
+        # Users wrote it themselves, so its line tells them which one it is.
         where="" if where == NO_LINE else where,
     )
     return Step(text=str(report), layout=layout, communication=report)
@@ -218,6 +228,8 @@ def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
 def _chunks_worth(loop: ir.For) -> Fraction:
     """The iterations of `loop` by work; a smaller last one counts as a fraction."""
     index = LoopIndex(loop.index)
+    # Any part of a chunk has the proportions of the chunk: the first that is found will
+    # do.
     for stmt in ir.walk(loop.body):
         chunk = getattr(stmt, "chunk", None)
         size = (

@@ -101,6 +101,8 @@ def _hidden_line(explained: Explanation) -> str:
     whole = bytes_text(sum(report.bytes for report in reports))
     if predicted is not None and predicted.communication:
         over = predicted.total - predicted.compute
+        # Over the computation there is also idle time, in which devices wait for the
+        # host.
         exposed = min(max(over, 0.0), predicted.communication)
         hidden = predicted.communication - exposed
         share = f"{exposed / predicted.total:.0%} of the time"
@@ -135,6 +137,8 @@ def largest_exposed(explained: Explanation) -> FoldedTransfer | None:
 
 
 def _transfer_rows(transfers: Sequence[FoldedTransfer]) -> Iterator[str]:
+    # A step has dozens of sums of single numbers, which would push all else off the
+    # screen.
     small = [each for each in transfers if each.bytes < _SMALL]
     yield from (each.text for each in transfers if each.bytes >= _SMALL)
     if small and len(small) < len(transfers):

@@ -61,6 +61,7 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
         measurements=_measured(progress),
     )
     if jax.process_count() > 1:
+        # Processes that choose by other rates would run other programs.
         found = _of_process_0(found)
     if keep:
         _kept(found)
@@ -96,6 +97,7 @@ def _of_process_0(found: Calibration) -> Calibration:
 
 
 def _kept(calibration: Calibration) -> None:
+    # Shared first: this job uses it, even if no folder can be written.
     add_to_shared(calibration.to_json())
     try:
         if process_number() == 0:
@@ -104,4 +106,5 @@ def _kept(calibration: Calibration) -> None:
         warnings.warn(
             f"jhost.calibrate: the calibration is not kept: {error}", stacklevel=3
         )
+    # Functions that were lowered before went by other rates.
     jax.clear_caches()

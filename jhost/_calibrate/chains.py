@@ -91,6 +91,7 @@ def operand(mesh: Mesh, shape: Sequence[int], dtype: Any, scale: float) -> jax.A
     """Normal random numbers, an array of that shape on each device."""
     rows, *others = shape
     whole = (mesh.size * rows, *others)
+    # Made where it belongs: the whole may not fit one device.
     make = jax.jit(
         lambda: scale * jax.random.normal(jax.random.key(0), whole, dtype),
         out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)),
@@ -138,6 +139,7 @@ def communicate(kind: CommunicationKind, devices: int) -> OneOperation:
     def step(x: jax.Array) -> jax.Array:
         match kind:
             case "CollectivePermute":
+                # A ring, as pipelines send: each link has one transfer each way.
                 ring = [(n, (n + 1) % devices) for n in range(devices)]
                 return lax.ppermute(x, AXIS, ring)
             case "AllGather":

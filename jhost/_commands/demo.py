@@ -72,6 +72,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     explanation = lowered.explain()
     print(f"{lowered.host_ir}\n\n{explanation}\n")
 
+    # Random, because equal elements would hide a chunk in a wrong place.
     operands = block.random_arguments()
     functions = {"plain": plain(block), "jhost": function}
     results = [each(*operands) for each in functions.values()]

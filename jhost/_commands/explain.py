@@ -97,6 +97,7 @@ class _Kind(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        # While arguments are parsed, so that no function has to be named.
         if values == "list":
             print(*_kinds(), sep="\n")
             parser.exit()
@@ -111,6 +112,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             explanation, programs = _explained(
                 function, args, options, arguments.host_ir
             )
+    # What a function refuses for these shapes is an answer: no traceback of jhost.
     except (errors.JhostError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -136,8 +138,10 @@ def _explained(
     if isinstance(function, JitFunction):
         source = function.with_options(**options).__jhost_source__
         jaxpr, config, _ = call_of(source, tuple(args), {})
+        # What is left to `jax.jit` as a whole has no program, and reasons instead.
         program = left_whole(jaxpr, config) or host_program(jaxpr, config)
         return explained(program, config, jaxpr), [program] if host_ir else []
     explanation = explain_around(function, args, {})
     calls = calls_in(function, args, {}) if host_ir else []
+    # Layers that are called one by one may have one program: it is printed once.
     return explanation, list(dict.fromkeys(str(call.program()) for call in calls))
