@@ -45,7 +45,7 @@ def arguments_text(program: Program) -> tuple[str, ...]:
 
 
 def tuned_here(tunings: Sequence[Tuning], mesh: AnyMesh | None) -> Tunings:
-    """What was measured in this environment, for each program."""
+    """The measured choices for each program that hold in this environment."""
     found: dict[str, Mapping[int, Tuned]] = {}
     for tuning in tunings:
         # If several hold for one program, the last one counts.

@@ -126,8 +126,8 @@ def _bodies(program: Program, times: int, known: DeviceFacts) -> Iterator[Explan
         if isinstance(stmt, CONTROL_FLOW):
             for name, body, often in named_bodies(stmt, times):
                 found = _explained(body, name, often, known)
-                # Most bodies have nothing to say, such as those of `jnp` functions with
-                # a loop.
+                # Most bodies have nothing to say: a `jnp` function with a loop has one,
+                # for example.
                 if found.loops or any(getattr(found, field) for field in ROWS.values()):
                     yield found
 

@@ -141,14 +141,14 @@ ROWS = {
 
 
 def _lines(explanation: Explanation) -> Iterator[str]:
-    """All rows below the title; those of programs and bodies are below their titles."""
+    """All rows below the title; programs and bodies have titles of their own."""
     for title, rows in _own_rows(explanation):
         yield f"  {title}:"
         for row in rows:
             yield f"    {row}"
             if isinstance(row, CommunicationReport):
                 yield f"      {row.detail}"
-    # What is inside comes behind, and its rows are not said twice.
+    # Programs and bodies come last, and none of their rows is said twice.
     for each in (*explanation.programs, *explanation.bodies):
         yield f"  {each.title}"
         yield from (f"  {line}" for line in _lines(each))

@@ -1,8 +1,9 @@
 """Measurements of the devices of this process, for `lowering/cost/fit.py`.
 
-What one operation takes is the difference between a long chain of them and a short one,
-so that neither the call nor the matmul that comes first counts.  Both take turns, led
-in by their own calls: near the power limit, clocks fall with work and rise with rest.
+The time of one operation comes from the difference between a long chain of them and a
+short one.  So neither the call nor the matmul before the chain counts.  The two take
+turns, each after calls of its own: near the power limit, clocks fall with work and rise
+with rest.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class _Seconds:
 class Measuring:
     """One pass over everything, on `devices` whose rates are about those of `start`.
 
-    `budget` are seconds for each pair of chains, and `scale` the size of what is
-    computed and moved, as a share of what suits such devices.
+    `budget` has the seconds for each pair of chains.  `scale` is a factor of all sizes,
+    which suit such devices at 1.
     """
 
     def __init__(

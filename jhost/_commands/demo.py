@@ -93,7 +93,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _figures(block: MlpBlock, times: Mapping[str, list[float]]) -> dict[str, Any]:
-    """What was run on what, enough to run it again, and how long it took."""
+    """The sizes, devices, versions and times of a run: enough to run it again."""
     device = block.mesh.devices.flat[0]
     return {
         **{f"{n}_ms": 1e3 * statistics.median(each) for n, each in times.items()},

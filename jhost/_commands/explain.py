@@ -138,7 +138,7 @@ def _explained(
     if isinstance(function, JitFunction):
         source = function.with_options(**options).__jhost_source__
         jaxpr, config, _ = call_of(source, tuple(args), {})
-        # What is left to `jax.jit` as a whole has no program, and reasons instead.
+        # A function that `jax.jit` compiles as a whole has reasons, and no program.
         program = left_whole(jaxpr, config) or host_program(jaxpr, config)
         return explained(program, config, jaxpr), [program] if host_ir else []
     explanation = explain_around(function, args, {})

@@ -113,7 +113,7 @@ def _rows(
 
 
 def _tiles(sizes: jax.Array, rows: int) -> jax.Array:
-    """Of each tile its group, where its rows begin, and where those of its group end.
+    """For each tile: its group, where its rows begin, and where the group's rows end.
 
     `[3, tiles]`; rows behind all groups are one more group, which has the tiles that
     are left over as well.

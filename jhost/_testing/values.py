@@ -110,7 +110,7 @@ class Case:
             )
 
     def problems(self, pipeline: Pipeline, tolerance: float | None) -> list[str]:
-        """What is different with a pipeline, a line each."""
+        """The differences with a pipeline, a line each."""
         f = self.f.with_options(pipeline=pipeline)
         # If no stream has the pipeline, the comparison would pass and say nothing.
         self.check_some_have(f, pipeline)

@@ -138,8 +138,8 @@ class _Emitter(Views):
     def operand(self, buffer: ir.Buffer) -> Any:
         """The value of a buffer that a computation reads.
 
-        What came is read, and put in place, behind the work beside its transfer.  Else
-        XLA would wait for the transfer before that work.
+        A received value is read, and put in its place, behind the work beside its
+        transfer.  Otherwise XLA would wait for the transfer before that work.
         """
         view = self.views[buffer.name]
         if view.source is None and view.memory.received:
@@ -162,10 +162,9 @@ class _Emitter(Views):
         for memory in placed:
             memory.base = next(tied_values)
         ins = self.order.leaving(ins)
-        # Not widened here: XLA then writes what is narrow, and widens it where it adds.
-        # With this, ring attention over 32,768 tokens on two devices moves 0.4 GB to
-        # combine its chunks, and 1.5 without.
-        # No body stands in a loop over chunks.
+        # Not widened here: XLA then writes the narrow values, and widens them where it
+        # adds.  With this, ring attention over 32,768 tokens on two devices moves 0.4 GB
+        # to combine its chunks, and 1.5 without.  No body stands in a loop over chunks.
         products = [] if self.order.depth else products_of(stmt.unit)
         kept = [var for _, var in products]
         outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk), False, kept)
@@ -197,7 +196,7 @@ class _Emitter(Views):
         return memory.received or (chunk and not memory.pieces)
 
     def placed_at_once(self, outs: Sequence[ir.Buffer]) -> list[Memory]:
-        """The memories of which a device's rank says which part `outs` are.
+        """The memories that hold `outs` at a place that depends on the device.
 
         Their parts go in by copies, and each copy had better come before the next step,
         which may have to wait for a transfer, than after the last one.

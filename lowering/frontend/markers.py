@@ -28,7 +28,7 @@ from jhost.lowering.ir.requests import merge_marks
 
 
 class Markers(Values):
-    """Values with their marks, and what is wrong with these."""
+    """Values with their marks, and the problems of these marks."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ def _check_sizes(
 def raise_problems(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> None:
     """Raise one error for all `problems`, each with the name of its value.
 
-    The class is that of the first; problems of other classes are listed as well.
+    The first problem decides the class; problems of other classes are listed as well.
     """
     if problems:
         _raise(what, problems)

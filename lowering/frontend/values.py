@@ -104,7 +104,7 @@ class Values:
     def name_result(self, var: Var, name: str) -> None:
         """Calls what control flow makes as its body does, unless the user has a name.
 
-        So is what is made of it further on.
+        So are the values that are made of it further on.
         """
         if self.value_names.of_user(var) is None:
             self.value_names.known[var] = name

@@ -98,7 +98,7 @@ class LeftStream(OnLines):
     """A stream that jhost found and left: no loop is predicted to gain enough.
 
     `predicted` has the seconds without a loop, and then those of each loop that was
-    weighed; it has no loop if there was too little to gain from any.
+    weighed; if no loop could gain enough, none was weighed.
     """
 
     predicted: tuple[tuple[str, float], ...] = ()

@@ -148,10 +148,10 @@ class UnitEqn:
     """One equation and how its factors are spread over the mesh and the loop.
 
     `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
-    enclosing loop works on in chunks.  Where results lack it, `accumulators` has
-    for each the dtype of what its chunks go into (float32 for a sum of bfloat16), and
-    None for one that follows it.  The factors that it counts stand in zigzag order over
-    `zigzag` devices (see `ir/zigzag.py`), if those are more than one.
+    enclosing loop works on in chunks.  `accumulators` has an entry for each result: the
+    dtype in which its chunks are added up if it lacks this factor (float32 for a sum of
+    bfloat16), and None if it has the factor.  The factors that `rule` counts stand in
+    zigzag order over `zigzag` devices (see `ir/zigzag.py`), if those are more than one.
     """
 
     eqn: JaxprEqn
@@ -267,7 +267,7 @@ class SetCurrentStream:
 
 @node
 class Synchronize:
-    """The current stream waits for what is on `stream`; the host does not."""
+    """The current stream waits for the work on `stream`; the host does not."""
 
     stream: Stream
 

@@ -70,7 +70,7 @@ class AllReduceLoop(P2PLoop):
     # --- Streams -------------------------------------------------------------- #
 
     def start(self) -> ir.For:
-        """The streams of the steps wait for what is before the loop."""
+        """The streams of the steps wait for everything before the loop."""
         body = on_stream(ir.Stream(index=INDEX), [ir.Synchronize(stream=MAIN)])
         return ir.For(index=INDEX.name, extent=self.used, body=body)
 

@@ -212,7 +212,7 @@ class _Rotations:
         return found
 
     def propagate(self, rotations: dict[ValueName, Rotation]) -> None:
-        """Rotate what is made of rotated values, or makes them, and has no parts."""
+        """Rotate values without parts that make rotated ones, or are made of them."""
         waiting = [*rotations]
         while waiting:
             name = waiting.pop()
@@ -278,7 +278,7 @@ def _is_known(stmt: ir.Compute) -> bool:
 
 
 def _dims_alike(owner: int, copy: ir.Set) -> list[_Factor]:
-    """Each dim of what is copied, and of the copy."""
+    """Each dim of a copied value, and of its copy."""
     names = [(owner, buffer.name) for buffer in (copy.source, copy.out)]
     return [
         _Factor([(name, dim - len(copy.out.shape)) for name in names], steps, True)
@@ -332,7 +332,7 @@ def _dims_by_factor(
 
 
 def _seen(window: AttentionWindow | None) -> tuple[int, ...]:
-    """The factors of which not all steps see all."""
+    """The factors that some step does not see whole."""
     return (window.queries, window.keys) if window and not window.sees_all else ()
 
 

@@ -31,7 +31,7 @@ from jhost.lowering.loops.p2p import P2PLoop
 
 
 class SkewedLoop(P2PLoop):
-    """A loop over all chunks, each of which has an owner along two groups of axes."""
+    """A loop over all chunks; each has an owner along two groups of axes."""
 
     def __init__(self, spec: LoopSpec) -> None:
         super().__init__(spec)

@@ -233,7 +233,7 @@ class _PaddingSpread:
                 yield number, mapped.factor
 
     def key(self, name: str, dim: int) -> DimKey | None:
-        """The factor of which a value is made, or itself if it has to be padded."""
+        """The factor that a value is made of, or itself if it has to be padded."""
         if name in self.makers:
             number, position = self.makers[name]
             op = self.statements[number]

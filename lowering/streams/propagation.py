@@ -115,7 +115,7 @@ class Propagation:
             if isinstance(part, Participation):
                 part = self.admit(node, part)
         if isinstance(part, str):
-            # The first reason counts, because it is that of the nearest mark.
+            # The first reason counts, because it belongs to the nearest mark.
             self.declined.setdefault(number, part)
             return
         # Admitting the node may have merged its stream with another.

@@ -10,7 +10,7 @@ from jhost.lowering.ir.regions import Region, is_empty, overlap
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Root:
-    """Memory: a parameter's, allocated, or that of a value that a statement makes."""
+    """Memory of a parameter, of an allocation, or of a value that a statement makes."""
 
     name: str
     is_param: bool = False

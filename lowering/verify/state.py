@@ -257,11 +257,11 @@ class State(Machine):
 
     @contextmanager
     def scope(self, scope: Scope, *, ends: bool) -> Generator[None]:
-        """What is defined inside is of `scope`, which `ends` behind it or goes on."""
+        """Definitions inside belong to `scope`, which `ends` behind it or goes on."""
         self.scopes.append(scope)
         yield
         if ends:
-            # What is wrong at the end is no statement's fault.
+            # No statement is to blame for what is wrong at the end.
             self.stmt = None
             self.check_ended()
             for name in scope.names:

@@ -96,7 +96,7 @@ def _axes_size(mesh: str, axes: str) -> int:
 def _instruction(
     name: str, text: str, so_far: Mapping[str, Instruction]
 ) -> Instruction:
-    """An instruction from what is behind its name, after those before it."""
+    """An instruction, from the text behind its name and the instructions before it."""
     text = _COMMENT.sub("", text)
     opcode = _end_of_shape(text)
     opening = text.index("(", opcode)

@@ -148,7 +148,7 @@ class OverlapReport:
 def overlap_report(
     timeline: Timeline, *, mesh: str, device_kind: str, prediction: Prediction | None
 ) -> OverlapReport:
-    """The sums over a timeline, beside what was predicted for its devices."""
+    """The sums over a timeline, with the prediction for its devices."""
     devices = tuple(device_overlap(timeline, number) for number in timeline.devices)
     return OverlapReport(
         name=timeline.name,

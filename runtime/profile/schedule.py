@@ -93,7 +93,8 @@ class Schedule:
 def with_streams(schedule: Schedule, streams: Sequence[int] | None) -> Schedule:
     """`schedule` with the streams of its asynchronous communications, in their order.
 
-    If their number is not that of the text, they cannot be assigned, and are left out.
+    If there are more or fewer than in the text, nothing says which is which, and they
+    are left out.
     """
     started = [each for each in schedule.communications if each.asynchronous]
     if streams is None or len(streams) != len(started):

@@ -97,7 +97,7 @@ def read_trace(profile: Any) -> ProfilerTrace:
 
 
 def _events(profile: Any) -> tuple[list[Event], list[Event]]:
-    """The events of GPUs, and those of the host's threads."""
+    """The events of GPUs, and the events of the host's threads."""
     of_gpus: list[Event] = []
     of_host: list[Event] = []
     for plane in profile.planes:
