@@ -99,13 +99,23 @@ class Calibration:
         return "\n".join([title, *lines])
 
     def to_json(self) -> str:
-        """The calibration as text."""
+        """The calibration as text.
+
+        Returns:
+            JSON, which `from_json` reads.
+        """
         fields = {"jhost_calibration": FORMAT, **dataclasses.asdict(self)}
         return json.dumps(fields, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
         """Reads a calibration that `to_json` wrote.
+
+        Args:
+            text: what `to_json` returned.
+
+        Returns:
+            The calibration.
 
         Raises:
             ValueError: the text is not a calibration, or is one of another version.

@@ -212,6 +212,9 @@ class Tuning:
     def to_json(self) -> str:
         """The tuning as text.
 
+        Returns:
+            JSON, which `from_json` reads.
+
         Example:
             >>> import jax.numpy as jnp
             >>> import jhost
@@ -226,6 +229,12 @@ class Tuning:
     @classmethod
     def from_json(cls, text: str) -> Tuning:
         """Reads a tuning that `to_json` wrote.
+
+        Args:
+            text: what `to_json` returned.
+
+        Returns:
+            The tuning.
 
         Raises:
             TuningError: the text is not a tuning, or is one of another version.

@@ -40,6 +40,12 @@ PIPELINES: tuple[Pipeline, ...] = ("auto", "off", "collective", "p2p")
 def mesh_of(axes: Axes) -> Mesh:
     """Makes a mesh of the first devices with these axes and sizes; all are automatic.
 
+    Args:
+        axes: the size of each axis, by its name, the outermost first.
+
+    Returns:
+        The mesh.
+
     Raises:
         ArgumentError: `axes` is not a dict of names and sizes.
         OptionError: a size is below 1, or there are fewer devices.

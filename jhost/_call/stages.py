@@ -35,7 +35,26 @@ class Traced(jax.stages.Traced):
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, **private: Any
     ) -> Lowered:
-        """Lowers the function, like `jax.stages.Traced.lower`."""
+        """Lowers the function, like `jax.stages.Traced.lower`.
+
+        Args:
+            lowering_platforms: as in JAX: the platforms to lower for; None for the one
+                of the devices.
+            **private: JAX's own arguments.
+
+        Returns:
+            The program, which you can read, interpret and compile.
+
+        Raises:
+            JhostError: as for a call, but for errors that only a run shows.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> traced = jhost.jit(lambda x: x + 1).trace(jnp.zeros(2))
+            >>> traced.lower().compile()(jnp.zeros(2)).tolist()
+            [1.0, 1.0]
+        """
         lowered = super().lower(lowering_platforms=lowering_platforms, **private)
         return self._as_lowered(lowered)
 
@@ -48,6 +67,13 @@ class Lowered(jax.stages.Lowered):
         out_tree: the tree of the results.
         args_info: shape, dtype and donation of each argument.
         out_info: shape and dtype of each result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> lowered = jhost.jit(lambda x: x * 2).lower(jnp.zeros((4, 2)))
+        >>> lowered.out_info.shape, lowered.host_ir.name
+        ((4, 2), '<lambda>')
     """
 
     def __init__(
@@ -79,6 +105,16 @@ class Lowered(jax.stages.Lowered):
 
         Args:
             detail: True gives `str` everything, and False one screen.
+
+        Returns:
+            An explanation, as `jhost.explain` returns it, without XLA's schedule.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
+            >>> f.lower(jnp.ones(4)).explain().loops
+            1
         """
         explanation = explained(self._program, self._config, self._call_jaxpr)
         return dataclasses.replace(explanation, detailed=detail)
@@ -132,6 +168,13 @@ class Lowered(jax.stages.Lowered):
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> compiled = jhost.jit(lambda x: x + 1).lower(jnp.zeros(2)).compile()
+            >>> compiled(jnp.zeros(2)).tolist()
+            [1.0, 1.0]
         """
         given = None if compiler_options is None else dict(compiler_options)
         # JAX adds the function's own options to those that are given here, and XLA may
@@ -155,6 +198,13 @@ class Compiled(jax.stages.Compiled):
         out_tree: the tree of the results.
         args_info: shape, dtype and donation of each argument.
         out_info: shape and dtype of each result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> compiled = jhost.jit(lambda x: x * 2).lower(jnp.zeros(2)).compile()
+        >>> compiled(jnp.ones(2)).tolist(), compiled.out_info.shape
+        ([2.0, 2.0], (2,))
     """
 
     def __init__(
@@ -231,6 +281,16 @@ class Compiled(jax.stages.Compiled):
 
         Args:
             detail: True gives `str` everything, and False one screen.
+
+        Returns:
+            An explanation, as `jhost.explain` returns it, with XLA's schedule.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
+            >>> f.lower(jnp.ones(4)).compile().explain().schedule
+            'schedule: 0 communications, ...'
         """
         try:
             schedule = str(self.schedule())

@@ -83,6 +83,9 @@ class OverlapReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as numbers, texts and lists, for JSON.
 
+        Returns:
+            A dict with an entry for each attribute.  Times are in seconds.
+
         Example:
             >>> import json
             >>> import jax.numpy as jnp
