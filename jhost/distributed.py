@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jhost import errors
-from jhost._calibration import kept_texts, share
+from jhost._calibration_cache import kept_texts, share
 from jhost._jax import backend_is_up, coordination, from_process_0
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS

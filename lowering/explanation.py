@@ -21,6 +21,7 @@ from jhost._page import (
     titled,
 )
 from jhost._text import bytes_text, counted, seconds_text
+from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.ir.remarks import (
     LayoutReport,
     PermuteReport,
@@ -28,10 +29,7 @@ from jhost.lowering.ir.remarks import (
     Search,
     StreamReport,
 )
-from jhost.lowering.steps import (
-    CommunicationReport,
-    Step,
-)
+from jhost.lowering.steps import Step
 from jhost.lowering.summary import gain_lines, summary_lines
 
 

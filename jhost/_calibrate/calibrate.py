@@ -10,13 +10,9 @@ import jax
 
 from jhost._calibrate.between import MeasuringBetween
 from jhost._calibrate.measure import Measuring
-from jhost._calibration import (
-    Calibration,
-    add_to_shared,
-    conditions_here,
-    keep as keep_calibration,
-    today,
-)
+from jhost._calibration import Calibration
+from jhost._calibration_cache import add_to_shared, keep as keep_calibration
+from jhost._calibration_holds import conditions_here, today
 from jhost._jax import from_process_0, process_number
 from jhost._progress import no_progress, progress as progress_bar
 from jhost.lowering.cost.fit import Measurements

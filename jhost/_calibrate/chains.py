@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhost.lowering.ir.statements import CommunicationKind
-from jhost.runtime.compiler_options import accepted, overlap_options
+from jhost.runtime.accepted_options import accepted
+from jhost.runtime.compiler_options import overlap_options
 
 AXIS = "devices"
 

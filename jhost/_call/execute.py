@@ -42,10 +42,10 @@ from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
 from jhost.runtime import dump
+from jhost.runtime.accepted_options import explained_refusals
 from jhost.runtime.agreement import compare_programs
 from jhost.runtime.compiler_options import (
     Loops,
-    explained_refusals,
     options_text,
     overlap_options,
     warn_of_missed_options,

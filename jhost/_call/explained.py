@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jhost._calibration import rates_here
+from jhost._calibration_holds import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import loops_of
 from jhost._call.once_a_line import notes_of_unread

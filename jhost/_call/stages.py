@@ -18,7 +18,7 @@ from jhost._jax import communication_streams, take_over
 from jhost.lowering.explanation import Explanation
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
-from jhost.runtime.compiler_options import explained_refusals
+from jhost.runtime.accepted_options import explained_refusals
 from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.profile.schedule import Schedule, parse_schedule, with_streams
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._cache_folder import folder
-from jhost._calibration import age_text, calibration_here, outdated, rates_here
+from jhost._calibration_holds import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import MlpBlock, block_on, devices_here, hosted, plain
 from jhost._commands.findings import JAX, Problem, Report
 from jhost._commands.links import examine_links, examine_mesh, examine_options

@@ -17,9 +17,9 @@ from typing import Any
 from jhost import errors
 from jhost._call.around import calls_in, explain_around
 from jhost._call.bind import call_of
+from jhost._call.explained import explained
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
-from jhost._call.stages import explained
 from jhost._call.whole import left_whole
 from jhost._commands.block import writable_file
 from jhost._commands.function import add_function, given_function
