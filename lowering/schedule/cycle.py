@@ -118,7 +118,7 @@ class Cycle:
 
     @property
     def bytes(self) -> int:
-        """The bytes that an iteration carries for the next one besides, on each device."""
+        """The bytes that an iteration carries besides for the next one, a device."""
         came = (each.stmt.out for each in self.early)
         return sum(map(bytes_of, (*came, *self.terms.values())))
 
