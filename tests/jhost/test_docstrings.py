@@ -25,10 +25,25 @@ from jhost.lowering.cost.rates import Link, Rates
 from jhost.lowering.cost.tasks import Task
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.pipelines import PipelineSpec
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    LeftStream,
+    Prediction,
+    ReplicationReport,
+    StreamReport,
+)
 from jhost.lowering.rules.dim_rule import DimRule
 from jhost.runtime.profile.schedule import ScheduledCommunication
 
-ROWS = CommunicationReport, ScheduledCommunication
+ROWS = (
+    CommunicationReport,
+    LayoutReport,
+    LeftStream,
+    Prediction,
+    ReplicationReport,
+    ScheduledCommunication,
+    StreamReport,
+)
 DECISIONS = jhost.Tuning, DimRule, PipelineSpec, StreamChoice, Task, Rates, Link
 
 MODULES = [
