@@ -31,7 +31,7 @@ from jhost.lowering.ir.accumulate import accumulators, combine
 from jhost.lowering.ir.machine import refuse_reshard
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.ir.stages import Turn, set_aside, turns
+from jhost.lowering.ir.stages import StageRun, set_aside, stage_runs
 from jhost.lowering.units.evaluate import evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -251,19 +251,19 @@ class _Emitter(Views):
         # across iterations.
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
-        for turn in turns(stmt):
-            with self.iteration(stmt, turn.iteration):
-                self.turn(turn, own[turn.iteration])
+        for stage in stage_runs(stmt):
+            with self.iteration(stmt, stage.iteration):
+                self.stage(stage, own[stage.iteration])
         self.order.depth -= 1
         if outermost:
             self.made = frozenset()
 
-    def turn(self, turn: Turn, own: _Own) -> None:
+    def stage(self, stage: StageRun, own: _Own) -> None:
         """A stage of an iteration, which has `own` from the stages before it."""
         in_flight = self.order.in_flight
         with set_aside(self.views, own.views), set_aside(in_flight, own.in_flight):
-            self.body(turn.body)
-        if turn.last:
+            self.body(stage.body)
+        if stage.last:
             in_flight.update(own.in_flight)
 
     def kept_beyond(self, stmt: ir.ControlFlow) -> list[Any]:

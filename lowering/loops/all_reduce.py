@@ -80,8 +80,8 @@ class AllReduceLoop(P2PLoop):
         # turn, and need not wait for the first step of the piece before.
         number: Index = PIECE * self.others + INDEX
         stream = ir.Stream(index=number % self.used)
-        turn = (*on_stream(stream, body), ir.Synchronize(stream=stream))
-        return ir.For(index=INDEX.name, extent=self.others, body=turn)
+        step = (*on_stream(stream, body), ir.Synchronize(stream=stream))
+        return ir.For(index=INDEX.name, extent=self.others, body=step)
 
     def send_back(self) -> ir.For:
         """Send a piece's total to the others, on streams without computations."""
