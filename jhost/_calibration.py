@@ -63,6 +63,7 @@ class Calibration:
     measurements: Measurements
 
     def __post_init__(self) -> None:
+        # A `ValueError` where it is none, as for other fields of a damaged file.
         datetime.date.fromisoformat(self.date)
 
     @property
@@ -111,6 +112,7 @@ class Calibration:
         Raises:
             ValueError: the text is not a calibration, or is one of another version.
         """
+        # NumPy would only warn where a damaged measurement divides by 0.
         with damage_refused(), np.errstate(divide="raise", invalid="raise"):
             fields = json.loads(text)
             known = isinstance(fields, dict) and fields.pop("jhost_calibration", 0)

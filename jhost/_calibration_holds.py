@@ -44,6 +44,7 @@ def _changed(conditions: Conditions) -> list[str]:
     """What is different here, where that matters."""
     now = conditions_here()
     if conditions.processes == 1:
+        # What happens inside a process does not depend on how many others there are.
         now = dataclasses.replace(now, processes=1, settings="")
     return changes(conditions, now)
 

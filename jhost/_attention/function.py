@@ -187,6 +187,7 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
 def _offenders(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
     query, key = arrays["query"], arrays["key"]
     sizes: dict[str, int] = {}
+    # Only from arrays that have all dims: others are offenders themselves.
     for name in ("query", "key"):
         if arrays[name].ndim == 4:
             # The query comes first, and its sizes stay: others are measured by it.
@@ -216,6 +217,7 @@ def _shape_offenders(
         f"{letter} is {sizes[letter]}"
         for letter, size in zip(letters, shape, strict=True)
         if letter in sizes
+        # JAX stretches a bias or a mask along any dim of size 1.
         if size != sizes[letter] and not (stretched and size == 1)
     ]
     if wrong:

@@ -99,6 +99,7 @@ class Markers(Values):
         """The program with marks for the shardings of parameters and results."""
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
+            # Only a `NamedSharding` names axes, which layouts are made of.
             text = f"a sharding constraint is no NamedSharding: {sharding}"
             self.remarks.append(Note(form=text, where=source_line(eqn)))
             return self.operand(eqn)

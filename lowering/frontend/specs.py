@@ -81,6 +81,8 @@ def raise_problems(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> No
 
 
 def _raise(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> NoReturn:
+    # One class, as an exception has one.  Whoever catches it sees all the others
+    # listed.
     kind = problems[0][1][0]
     offenders = [f"{name}: {text}" for name, (_, text) in problems]
     raise kind(f"{what} cannot be laid out as asked. {_HELP[kind]}", offenders)

@@ -74,6 +74,8 @@ class Values:
         results: list[ir.Buffer] = []
         for var, name in zip(outvars, names, strict=True):
             buffer = self.buffers[var]
+            # JAX may return a parameter, or one value twice.  Each result has its own
+            # memory.
             if buffer.name in self.taken:
                 buffer = self.set(buffer, var, name)
             self.taken.add(buffer.name)

@@ -53,6 +53,7 @@ def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
         return _whole(stmt)
     if not isinstance(stmt, Set | Select | Communicate):
         return None
+    # These dims do not stay what they are, so padding ends there.
     moved = {getattr(stmt, "dim", None), getattr(stmt, "source_dim", None)}
     factors = Factors()
     dims = factors.dims(stmt.out.shape, whole=moved)

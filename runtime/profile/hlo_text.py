@@ -62,6 +62,7 @@ def parse_module(text: str) -> Module:
     return Module(
         name=_first(r"^HloModule ([\w.\-]+)", header) or "",
         scheduled="is_scheduled=true" in header,
+        # XLA leaves a count of 1 out of the header.
         devices=_count("num_partitions", header) * _count("replica_count", header),
         entry=entry,
         computations={

@@ -65,6 +65,7 @@ def _operation(
     if instruction.opcode in CONTROL:
         return DeviceOperation(activity=None, origin=None)
     if instruction.opcode.endswith(("-done", "-update")):
+        # The profiler records the end of a transfer too.  It belongs to the start.
         started = before.get(instruction.operands[0] if instruction.operands else "")
         if started is not None:
             return started
