@@ -156,7 +156,7 @@ _H200 = Rates(
     memory=3.6e12,
     launch=3e-6,
     host=5e-6,
-    # Copy engines move it, but each host thread waits for the other devices' threads.
+    # Copy engines move it, but each host thread waits for those of the other devices.
     permute=Link(
         delay=20e-6,
         gap=12e-6,
