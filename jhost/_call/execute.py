@@ -215,9 +215,9 @@ def _trace_late(
 ) -> Sequence[Any]:
     """Inside an outer program: XLA compiles it, with that program's options.
 
-    Where nobody has told jhost the mesh of a program on several `devices`, XLA places
-    the communications, and would have more of them in loops over chunks.  What JAX has
-    derived may hold references, which stood in bodies before.
+    If nobody told jhost the mesh of a program on several `devices`, XLA places the
+    communications, and loops over chunks would have more of them.  What JAX has derived
+    may hold references, which stood in bodies before.
     """
     if config.embedded:
         check_has_no_options(config)

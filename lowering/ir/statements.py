@@ -294,8 +294,8 @@ class For:
 class NextStage:
     """The border between two stages of a loop's body.
 
-    What stands before it may be issued in one iteration, then something in another
-    iteration, and then what stands behind it.
+    Statements of other iterations may be issued between the statements before it and
+    the statements behind it.
     """
 
 

@@ -197,7 +197,7 @@ class _PaddingSpread:
         return op.steps[second]
 
     def finish(self, requests: Sequence[PadRequest]) -> PaddedRegion:
-        """What belongs together grows alike, so far that all requests are met."""
+        """Keys that belong together grow alike, until all requests are met."""
         steps: dict[DimKey, int] = {}
         devices: dict[DimKey, int] = {}
         for key in self.leaders:

@@ -48,7 +48,7 @@ def verify(
 ) -> None:
     """Check `program`, the result of the pass named `after`.
 
-    What a body of control flow is given, and gives, may be partial: outside it is too.
+    Operands and results of a body may be partial, because outside they are, too.
     The `types` of units are those found before, and have those found here afterwards.
 
     Raises:
