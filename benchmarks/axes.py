@@ -87,7 +87,7 @@ class Axes:
         return NamedSharding(mesh, spec).shard_shape(tuple(shape))
 
     def mesh(self) -> Mesh:
-        """Of the first devices, those of a process along the last axis.
+        """A mesh of the first devices; the last axis has the devices of a process.
 
         Raises:
             ValueError: there are not as many.

@@ -183,13 +183,13 @@ KINDS = (
 )
 
 ATTENDING = ("attention", "layer")
-"""Those that attend within sequences, each of which one group of devices has whole."""
+"""Cases with attention within sequences; one group of devices has all of a sequence."""
 
 
 GPT = "nvfuser_layer"
 
 WHOLE_LAYERS = ("layer", GPT)
-"""Those that compute what they gather."""
+"""Cases that compute what they gather."""
 
 
 def _gpt(axes: Axes, shrink: int) -> Case:

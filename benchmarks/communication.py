@@ -44,7 +44,7 @@ class Communication(Protocol):
 
 
 class Exchanging(Communication, Protocol):
-    """What those of experts and of long sequences ask for as well."""
+    """What cases of experts and of long sequences need besides."""
 
     def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
         """`work` of x, whose dim 0 is sharded, where dim 1 is; and back from there."""

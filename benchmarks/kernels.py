@@ -51,7 +51,7 @@ def kernels(attention: str) -> Kernels:
 
 
 def combined(one: Found, other: Found) -> Found:
-    """What is found among the keys of both, in float32."""
+    """The result for the keys of both, in float32."""
     lse = jnp.logaddexp(one[1], other[1])
     parts = (_weighted(part, lse) for part in (one, other))
     return functools.reduce(jnp.add, parts), lse

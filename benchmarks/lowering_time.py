@@ -10,8 +10,8 @@ empty caches; it should grow as the number of layers does.
 
 With `--steps` they are steps of Llama 8B's width with marks that jhost chooses
 pipelines for, for two GPUs that need not be there: the target says what XLA knows of
-one.  Beside the time to lower stands that of XLA to compile what comes of it, once, and
-the most memory that the process has had by then.  That takes JAX's plugin for CUDA 13,
+one.  The table also has the time in which XLA compiles the lowered program once, and
+the most memory that the process has had by then.  This takes JAX's plugin for CUDA 13,
 and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU.
 """
 

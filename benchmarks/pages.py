@@ -59,7 +59,7 @@ GROUPS = tuple((n, of) for of in report.PASSES for n in (DEVICES, 2))
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """What is predicted of one case, without chunks and as jhost chooses."""
+    """The predictions for one case, without chunks and as jhost chooses."""
 
     plain: Prediction
     chosen: Prediction
@@ -79,9 +79,9 @@ class Gain:
 
 
 def gain(case: cases.Case, backward: bool = False) -> Gain:
-    """What is predicted of `case` on its devices, were they H200s.
+    """The predictions for `case`, if its devices were H200s.
 
-    Of its forward, or with the backward for all operands.
+    They are of its forward, or also of the backward for all operands.
     """
 
     def layer(*operands: Any) -> Any:
@@ -152,7 +152,7 @@ def _gains(model: str) -> str:
 
 
 def measured() -> str:
-    """What was measured in programs, in milliseconds, and where jhost is behind."""
+    """Measurements in programs, in milliseconds, and the rows where jhost is behind."""
     groups = report.groups(report.stored())
     return "\n\n".join(
         f"### {devices} GPUs, {report.PASSES[pass_]}\n\n"

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def stored(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """The runs in those files, or in all of benchmarks/results, as they began.
 
-    Those of `python -m benchmarks.step` are of other forms, and have their own tables.
+    Runs of `python -m benchmarks.step` have other forms, and tables of their own.
     """
     every = sorted(RESULTS.glob("*.json"))
     steps = ("-step.json", "-whole.json")
@@ -269,7 +269,7 @@ def _times(entry: Mapping[str, Any]) -> str:
 
 
 def _prediction_parts(records: Mapping[str, Record]) -> list[str]:
-    """What jhost's cost model says beside what was measured, in milliseconds."""
+    """Predictions of the cost model beside measurements, in milliseconds."""
     rows: list[list[str]] = []
     for case, record in records.items():
         said, entries = record.get("predicted", {}), record["modes"]["program"]

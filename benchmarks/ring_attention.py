@@ -1,11 +1,11 @@
 """Causal attention over a sequence that is sharded, by hand: one device's part.
 
 `gathered` has all keys on every device, and attends to those that its queries see.  In
-a ring keys and values go from neighbour to neighbour, and what is found among those of
-each device is combined (Ring Attention, Liu et al. 2023); in the backward they go
-around again, with their gradients.  What a device's queries do not see is not computed.
-In zigzag order each device has an early and a late part of the sequence, and so as much
-to do as the others; parts are exchanged before and after.
+a ring keys and values go from neighbour to neighbour, and each device combines its
+results for all of them (Ring Attention, Liu et al. 2023).  In the backward they go
+around again, with their gradients.  Keys that no query of a device sees are left out.
+In zigzag order each device has an early and a late part of the sequence, so all have
+the same work.  Parts are exchanged before and after.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Microbatches that go through stages (GPipe), by roll in a scan and by hand.
 
-What a stage gives goes on before the next tick.  With a delay it is on its way for a
-tick, beside what is computed then (MaxText's `pipeline_delay_activation_forwarding`).
+A stage sends its result on before the next tick.  With a delay the result takes a tick
+to arrive, beside that tick's work (MaxText's `pipeline_delay_activation_forwarding`).
 """
 
 from __future__ import annotations

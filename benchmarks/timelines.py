@@ -3,9 +3,10 @@
     python -m benchmarks.timelines --case mlp/8b/8192 --out docs/overlap.svg
     python -m benchmarks.timelines --step 8b/scan --mesh tp=2 --out step.svg
 
-To one scale, a panel a pipeline, `off` for the program without chunks, or of a step a
-panel an arm; the first device alone, as all do the same.  Prints each report, and may
-save Perfetto traces beside the picture.
+All panels have one scale.  There is one for each pipeline (`off` is the program without
+chunks), or for each arm of a step.  They show the first device alone, because all do
+the same.  The command prints each report, and may save Perfetto traces beside the
+picture.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from jhost._ragged.function import ragged_dot
 from jhost._tune.tune import tune
 from jhost._tuning import Tuning
 from jhost._version import __version__
-from jhost.lowering.explain import Explanation
+from jhost.lowering.explanation import Explanation
 from jhost.runtime.compiler_options import compiler_options
 from jhost.runtime.profile.report import OverlapReport
 from jhost.runtime.profile.schedule import Schedule, ScheduledCommunication

@@ -130,6 +130,7 @@ def shard(x: ArrayLike, spec: PartitionSpec | NamedSharding | None) -> jax.Array
 
 
 def _as_array(function: str, x: Any) -> jax.Array:
+    # A tracer is one, too.
     if isinstance(x, jax.Array):
         return x
     try:
@@ -144,6 +145,7 @@ def _as_array(function: str, x: Any) -> jax.Array:
 
 def _check_axis(axis: Any, shape: tuple[int, ...]) -> int:
     """The dim that `axis` means, not negative."""
+    # An integer of NumPy will do, too.  A tuple of dims is refused here.
     dim = as_int(axis)
     if dim is None:
         raise errors.ArgumentError(
@@ -180,6 +182,7 @@ def _check_chunks(chunks: Any, dim: int, shape: tuple[int, ...]) -> Chunks:
             f"jhost.stream got chunks={chunks}, but needs at least 1. To turn the "
             "stream off, use pipeline='off'."
         )
+    # A dim without elements has one chunk, and that is empty.
     if count > max(shape[dim], 1):
         raise errors.ChunksError(
             f"jhost.stream got chunks={chunks} for axis={dim} of x, whose shape is "
@@ -207,6 +210,7 @@ def _canonical_spec(spec: Any, shape: tuple[int, ...]) -> Spec:
             "jhost.shard takes a jax.sharding.PartitionSpec, a NamedSharding or None "
             f"as spec, but got {spec!r}. Write P('tp', None)."
         )
+    # JAX spells partial sums there, for explicit meshes.
     if spec.unreduced or spec.reduced:
         raise errors.OptionError(
             f"jhost.shard got spec={spec}, but a spec cannot ask for an unreduced "
@@ -231,6 +235,7 @@ def spec_entries(spec: PartitionSpec | NamedSharding) -> Spec:
 
 
 def _canonical_entry(entry: Any, spec: PartitionSpec) -> DimSpec:
+    # In a `PartitionSpec` None is whole.  In ours () is whole, and None is open.
     if entry is PartitionSpec.UNCONSTRAINED:
         return None
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)

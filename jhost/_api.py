@@ -15,7 +15,7 @@ from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
 from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
-from jhost.lowering.explain import Explanation
+from jhost.lowering.explanation import Explanation
 from jhost.runtime.mesh import AnyMesh
 
 P = ParamSpec("P")
@@ -131,6 +131,7 @@ def jit(
         tuning=tuning,
     )
     check(settings)
+    # With options alone it is a decorator: `@jhost.jit(mesh=mesh)`.
     if f is None:
         return functools.partial(JitFunction, settings=settings)
     return JitFunction(f, settings=settings)
@@ -174,6 +175,7 @@ def explain(
     """
     if not callable(f):
         raise errors.ArgumentError(f"jhost.explain takes a function, but got {f!r}.")
+    # A method is bound to its object, and the jhost function is inside.
     if isinstance(getattr(f, "__func__", f), JitFunction):
         f, args = as_jhost_function("explain", f, args)
         return f.lower(*args, **kwargs).explain(detail=detail)

@@ -33,6 +33,7 @@ def folder() -> Path:
 
 def file_in(folder: Path, key: Any) -> Path:
     """The file for what a dataclass says, whose fields JSON can hold."""
+    # Sorted, so that the order of fields in the source can change.
     text = json.dumps(dataclasses.asdict(key), sort_keys=True)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
@@ -49,6 +50,7 @@ def write(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(name, path)
+    # After Ctrl-C, too, no half file stays in the folder.
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

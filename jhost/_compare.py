@@ -48,6 +48,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     finite = jnp.where(jnp.isfinite(b), jnp.abs(b), jnp.zeros_like(jnp.abs(b)))
     largest = jnp.max(finite)
     distance = jnp.where(same, jnp.zeros_like(finite), jnp.abs(a - b))
+    # Where all wanted values are 0, there is nothing to measure a distance by.
     return jnp.max(distance) / jnp.where(largest > 0, largest, jnp.ones_like(largest))
 
 
@@ -82,6 +83,7 @@ def tolerances_of(jaxpr: Any) -> list[float]:
 
     def of(atom: Any) -> float:
         if isinstance(atom, Literal):
+            # A constant is exact, and makes nothing less so.
             return 0.0
         return known.setdefault(atom, tolerance(atom.aval.dtype))
 

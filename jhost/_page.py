@@ -89,6 +89,7 @@ def save_page(path: str | os.PathLike[str], title: str, *parts: Element) -> None
         raise errors.OptionError(
             f"This report is saved as a page ({PAGE}).", [ends_in(path)]
         )
+    # UTF-8 on any machine: a name of the user's may have any letter.
     path.write_text(page(title, *parts), encoding="utf-8")
 
 
@@ -112,6 +113,7 @@ def element(
     """An element around others, after a text or none."""
     made = Element(name, ({"class": cls} if cls else {}) | attributes)
     for each in inner:
+        # ElementTree keeps the text before the first element inside, so it comes first.
         if isinstance(each, str):
             made.text = each
         else:

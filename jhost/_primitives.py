@@ -1,9 +1,8 @@
 """The primitives that carry what jhost needs to know through JAX's transforms.
 
-Markers are the identity, with a stream or a sharding as parameters; they stand in the
-jaxpr that `jhost_p` calls, and in every program that JAX derives from it, until the
-lowering takes them up.  `jhost._call.execute` gives `jhost_p` implementation and
-lowering.
+Markers are the identity, with a stream or a sharding as parameters.  They stand in the
+jaxpr that `jhost_p` calls, and in every program that JAX derives from it.  The lowering
+removes them.  `jhost._call.execute` implements and lowers `jhost_p`.
 """
 
 from __future__ import annotations

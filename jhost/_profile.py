@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jhost import errors
 from jhost._api import JitFunction, as_jhost_function
-from jhost._calibration import rates_here
+from jhost._calibration_holds import rates_here
 from jhost._call.arguments import by_name
 from jhost._call.stages import Compiled
 from jhost.lowering.cost.choose_permutes import by_permutes

@@ -41,6 +41,7 @@ class _TqdmBar:
         self._bar, self._under_way = bar, 0
 
     def step(self, what: str, size: int = 1) -> None:
+        # A step is done when the next one begins; its size was said before.
         self._bar.update(self._under_way)
         self._under_way = size
         self._bar.set_description(what)

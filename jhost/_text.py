@@ -24,6 +24,7 @@ def bytes_text(count: int) -> str:
 
 def counted(count: object, noun: str) -> str:
     """`1 step`, `2 steps`."""
+    # As text: a count may be a `Fraction`, which prints as an int does.
     return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 

@@ -7,15 +7,15 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
-from xml.etree.ElementTree import Element
 
 from jhost import errors
 from jhost._damaged import damage_refused
 from jhost._json import read
-from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, titled
+from jhost._page import fragment, save_page
 from jhost._text import counted, seconds_text
+from jhost._tuning_page import page_of_tuning
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
 from jhost.lowering.ir.pipelines import PipelineSpec
@@ -30,6 +30,7 @@ class Environment:
 
     jhost: str
     jax: str
+    # XLA comes with it, and its version need not be that of JAX.
     jaxlib: str
     platform: str
     device_kind: str
@@ -58,6 +59,7 @@ class Candidate(PipelineSpec):
     predicted: float | None
 
     def __post_init__(self) -> None:
+        # A file may have been edited.  A wrong count would fail deep in lowering.
         if self.pipeline not in (None, "collective", "p2p"):
             _refuse("pipeline", self.pipeline, "'collective', 'p2p' or None")
         for name in ("chunks", "streams"):
@@ -101,6 +103,7 @@ class TunedStream:
     axis: int
     marks: tuple[int, ...]
     candidates: tuple[Candidate, ...]
+    # What cannot run here is a result as well: it may run with more memory.
     left_out: tuple[str, ...]
 
     @property
@@ -201,13 +204,16 @@ class Tuning:
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     tuning.save(pathlib.Path(folder) / "f.html")
         """
-        save_page(path, self.function, _page(self))
+        save_page(path, self.function, page_of_tuning(self))
 
     def _repr_html_(self) -> str:
-        return fragment(_page(self))
+        return fragment(page_of_tuning(self))
 
     def to_json(self) -> str:
         """The tuning as text.
+
+        Returns:
+            JSON, which `from_json` reads.
 
         Example:
             >>> import jax.numpy as jnp
@@ -224,12 +230,19 @@ class Tuning:
     def from_json(cls, text: str) -> Tuning:
         """Reads a tuning that `to_json` wrote.
 
+        Args:
+            text: what `to_json` returned.
+
+        Returns:
+            The tuning.
+
         Raises:
             TuningError: the text is not a tuning, or is one of another version.
         """
         try:
             with damage_refused():
                 fields = json.loads(text)
+                # The format first: another format may have other fields.
                 known = dict(fields).pop("jhost_tuning")
         except ValueError as error:
             raise errors.TuningError(
@@ -260,53 +273,3 @@ def _row(candidate: Candidate) -> str:
     if candidate.predicted is None:
         return said
     return f"{said}, predicted {seconds_text(candidate.predicted):>8}"
-
-
-# --- The page --------------------------------------------------------------------- #
-
-
-def _page(tuning: Tuning) -> Element:
-    programs = [fold(each.title, *_streams(each)) for each in tuning.programs]
-    return fold(tuning.title, *programs)
-
-
-def _streams(program: TunedProgram) -> Iterator[Element]:
-    yield element("p", ", ".join(program.arguments))
-    for stream in program.streams:
-        rows = [
-            bar
-            for number, each in enumerate(stream.candidates)
-            for bar in _bars(each, ", chosen" * (number == 0))
-        ]
-        yield from titled(
-            stream.title,
-            *(element("p", text) for text in _gain_texts(stream.candidates)),
-            bars(rows, "time of one call", seconds_text),
-            listed(stream.left_out),
-        )
-
-
-def _gain_texts(candidates: Sequence[Candidate]) -> Iterator[str]:
-    """The chosen way beside no pipeline, by medians."""
-    plain = next((each for each in candidates if each.pipeline is None), None)
-    if plain is None or len(candidates) == 1:
-        return
-    chosen = candidates[0]
-    if chosen is plain:
-        yield "no pipeline is at least 3 % faster than none"
-    elif chosen.median:
-        yield (
-            f"{chosen.text} takes {seconds_text(chosen.median)}, and {plain.text} "
-            f"{seconds_text(plain.median)}: the choice is "
-            f"{plain.median / chosen.median:.2f} times as fast"
-        )
-
-
-def _bars(candidate: Candidate, chosen: str) -> Iterator[Bar]:
-    """A bar for the measured time, and one for the predicted time below it."""
-    median, minimum = map(seconds_text, (candidate.median, candidate.minimum))
-    measured = (("measured", candidate.median),)
-    yield Bar(candidate.text, measured, f"median {median}, minimum {minimum}{chosen}")
-    if candidate.predicted is not None:
-        predicted = (("predicted", candidate.predicted),)
-        yield Bar("", predicted, f"predicted {seconds_text(candidate.predicted)}")

@@ -38,9 +38,11 @@ def load(key: CacheKey) -> Tuning | None:
         tuning = Tuning.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    # A damaged file costs time, and no more: it is measured again.
     except (OSError, UnicodeDecodeError, errors.TuningError) as error:
         _warn(f"{path} is ignored: {errors.first_line(error)}")
         return None
+    # The name is a hash of the key, but files can be copied and renamed.
     if not key.fits(tuning):
         _warn(f"{path} is ignored: it is a tuning of something else")
         return None

@@ -45,9 +45,10 @@ def arguments_text(program: Program) -> tuple[str, ...]:
 
 
 def tuned_here(tunings: Sequence[Tuning], mesh: AnyMesh | None) -> Tunings:
-    """What was measured in this environment, for each program."""
+    """The measured choices for each program that hold in this environment."""
     found: dict[str, Mapping[int, Tuned]] = {}
     for tuning in tunings:
+        # If several hold for one program, the last one counts.
         if not _text.changes(tuning.environment, environment_of(mesh)):
             found |= {p.fingerprint: _tuned_marks(p) for p in tuning.programs}
     return found
@@ -73,6 +74,7 @@ def changes(
     found = _text.changes(tuning.environment, environment_of(mesh))
     if any(p.fingerprint == fingerprint for p in tuning.programs):
         return found
+    # A fingerprint only says that something differs.  Other types can be named.
     now = arguments_text(program)
     if all(p.arguments != now for p in tuning.programs):
         was = tuning.programs[0].arguments if tuning.programs else ()

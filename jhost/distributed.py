@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jhost import errors
-from jhost._calibration import kept_texts, share
+from jhost._calibration_cache import kept_texts, share
 from jhost._jax import backend_is_up, coordination, from_process_0
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
@@ -75,6 +75,7 @@ def initialize(
         >>> import jhost
         >>> jhost.distributed.initialize("10.0.0.1:1234", 2, 0)  # doctest: +SKIP
     """
+    # First of all: a wrong argument must not leave the job half started.
     _check_timeout(program_timeout_seconds)
     _check_is_early()
     _warn_of_one_gpu_each(local_device_ids)
@@ -86,6 +87,7 @@ def initialize(
     set_timeout(program_timeout_seconds)
     _share_calibrations()
     if symmetric_buffers:
+        # XLA reads them when a backend starts, which `jax.distributed` does not do.
         flags = _with_flags(os.environ.get("XLA_FLAGS", ""), SYMMETRIC_BUFFERS)
         os.environ["XLA_FLAGS"] = flags
 
@@ -130,6 +132,7 @@ def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
 def _share_calibrations() -> None:
     """Gives all processes the calibrations that process 0 finds on its disk."""
     if coordination() is not None:
+        # With other rates a process may choose another program, and would be refused.
         kept = from_process_0("jhost/calibrations", lambda: json.dumps(kept_texts()))
         share(json.loads(kept))
 
@@ -139,6 +142,7 @@ def _with_flags(given: str, flags: Mapping[str, Any]) -> str:
     more = [
         f"--{name}={str(value).lower()}"
         for name, value in flags.items()
+        # A user who sets a flag wants it, true or false.
         if name not in given
     ]
     return " ".join([*given.split(), *more])
@@ -201,8 +205,11 @@ def make_mesh(
         [local[axis] for axis in axes],
         [size // local[axis] for axis, size in axes.items()],
         chosen,
+        # The default of JAX is the slice, which is a thing of TPUs.
         process_is_granule=True,
     )
+    # By default `jax.make_mesh` makes Explicit axes (JAX 0.10 to 0.12), whose shardings
+    # are the user program's to say, and not jhost's.
     types = axis_types or (AxisType.Auto,) * len(axes)
     return Mesh(grid, tuple(axes), axis_types=tuple(types))
 
@@ -244,6 +251,7 @@ def _equal_share(
     """The devices of a mesh, and how many of them each process has."""
     count = math.prod(axes.values())
     product = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+    # By process, so that few processes take part if fewer devices are needed.
     chosen = sorted(devices, key=lambda d: (d.process_index, d.id))[:count]
     of_each = Counter(device.process_index for device in chosen)
     if len(chosen) < count:
@@ -268,6 +276,7 @@ def _in_a_process(
     """Of each axis, the part that lies within a process of so many devices."""
     local = dict.fromkeys(axes, 1)
     outer = [axis for axis in axes if axis not in inner]
+    # The last axis first: it has the most traffic, and takes what a process has.
     for axis in (*reversed(inner), *reversed(outer)):
         local[axis] = math.gcd(axes[axis], room)
         room //= local[axis]

@@ -24,6 +24,7 @@ def section_of(cls: type) -> str:
 
 def _with_section(cls: type) -> None:
     """Adds what the page says of a class to its docstring."""
+    # `help` works without network, and says the same as the page.
     if section := section_of(cls):
         cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{section}\n"
 
@@ -48,6 +49,7 @@ class JhostError(Exception):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Here, so that a new class cannot forget it.
         _with_section(cls)
 
 

@@ -28,7 +28,8 @@ from jhost._testing.arguments import (
     check_tolerance,
 )
 from jhost._testing.values import Case, compare
-from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.explain import explain_program
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.program import Program
 
 Axes: TypeAlias = Mapping[str, int]
@@ -38,6 +39,12 @@ PIPELINES: tuple[Pipeline, ...] = ("auto", "off", "collective", "p2p")
 
 def mesh_of(axes: Axes) -> Mesh:
     """Makes a mesh of the first devices with these axes and sizes; all are automatic.
+
+    Args:
+        axes: the size of each axis, by its name, the outermost first.
+
+    Returns:
+        The mesh.
 
     Raises:
         ArgumentError: `axes` is not a dict of names and sizes.

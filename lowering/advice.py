@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jhost._text import seconds_text
+from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.ir.marks import OnLines
 from jhost.lowering.ir.remarks import LayoutReport, LeftStream, Prediction, StreamReport
 from jhost.lowering.places import END, START
-from jhost.lowering.steps import CommunicationReport
 
 if TYPE_CHECKING:
-    from jhost.lowering.explain import Explanation
+    from jhost.lowering.explanation import Explanation
 
 _LITTLE = 0.03
 """Predictions are not exact enough for gains of less than this share of the time."""
@@ -46,13 +46,16 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
     predicted = explained.predicted
     if predicted is None:
         return ""
+    # First of all: what was asked for costs more than any transfer.
     if _loses(explained, predicted):
         ask = "the pipeline asked for is predicted to be slower"
         return f'leave chunks= and pipeline= open ("auto"): {ask}'
     if too_little(predicted):
         return "nothing: computation takes more than 97 % of the time"
+    # What stands in a `jax.shard_map` runs as the user wrote it.
     if not exposed or exposed[0].written:
         return ""
+    # It only changes how a value lies: with one layout there would be none.
     if exposed[0].kind == "AllToAll":
         return _one_layout(explained, exposed[0])
     texts = [*_texts(explained, exposed)]
@@ -69,6 +72,7 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
 
 def _unmarked(report: CommunicationReport) -> str:
     """Says that a mark on the work beside a transfer could hide it."""
+    # A gather can run beside its reader, and a sum beside what makes its terms.
     work = report.before if report.kind == "AllGather" else report.behind
     if not work or work in (START, END):
         return ""
@@ -127,12 +131,14 @@ def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str
 def _lost(stream: StreamReport | LeftStream) -> float:
     """What the best other choice takes, as a share of the chosen one."""
     (_, chosen), *others = stream.predicted
+    # An empty program may be predicted to take no time.
     return min(seconds for _, seconds in others) / max(chosen, 1e-12)
 
 
 def _is_near(stream: OnLines, texts: Sequence[str]) -> bool:
     """Whether a stream stands on the line of work beside the transfers."""
     lines = _without_functions(stream)
+    # Whole numbers: `model.py:12` is not on the line `model.py:123`.
     return any(re.search(rf"{re.escape(line)}\b", t) for line in lines for t in texts)
 
 

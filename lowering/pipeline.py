@@ -114,7 +114,8 @@ def passes(
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
     )
-    # What stands beside what outside of these loops, and what is one kernel.
+    # Units that run as one kernel, and the order of work and transfers outside of
+    # loops.
     units = _shared(shares, Segment(), ScheduleLoops())
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between), units)
     (leave,) = _shared(shares, LeaveToXla(transfers.between))
@@ -148,7 +149,7 @@ def passes(
         ),
         layouts=layouts,
         loops=loops,
-        # The life of what the units make, and how what is sent goes.
+        # Where buffers end, and which kind of permutes there is.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )
 
@@ -212,5 +213,5 @@ def build_program(
 
 
 def _equations(closed_jaxpr: Any, around: JaxprEqn | None = None) -> FlatJaxpr:
-    """Those of a program or a body, without calls; scans stack little for others."""
+    """A program or a body without calls, whose scans stack little for others."""
     return stack_least(inline_calls(closed_jaxpr, around))

@@ -62,11 +62,14 @@ def _work(program: Program, stmt: ir.Stmt) -> Iterator[_Work]:
     """The work in a statement: matmuls, loops and bodies."""
     match stmt:
         case ir.For():
+            # Its own transfers are reported with their chunks: here it is one work.
             yield _Work("a loop over chunks", _matmuls(stmt))
         case ir.Compute():
             yield from _contractions(program, stmt)
         case _ if isinstance(stmt, CONTROL_FLOW):
             where = f" [{stmt.where}]" if stmt.where else ""
+            # No matmuls: how often a body runs is not always known, and it has a report
+            # of its own.
             yield _Work(f"a {type(stmt).__name__.lower()}{where}", 0)
         case _:
             pass

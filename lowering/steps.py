@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from jhost._jax import NO_LINE, aval_of, source_line
-from jhost._text import bytes_text, counted, seconds_text
+from jhost._text import counted
+from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.cost.exposed import transfer_times
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
@@ -18,92 +19,12 @@ from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import axes_size, bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.reach import Lane, Reach, lane_of
+from jhost.lowering.ir.reach import Reach, lane_of
 from jhost.lowering.ir.transfers import received_bytes, sent_to_others
 from jhost.lowering.ir.unit_printer import aval_text, type_text
 from jhost.lowering.places import places_of
 from jhost.lowering.rules.collectives import WrittenCollective, written_in
 from jhost.lowering.rules.dim_rule import shape_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CommunicationReport:
-    """One communication of the program.
-
-    Attributes:
-        kind: such as `"AllGather"`.
-        axes: the mesh axes whose devices take part.
-        value: the user's name of the value that moves.
-        bytes: the bytes that each device receives in all.
-        chunks: the number of chunks that it moves in; 1 outside a loop over chunks.
-        times: how often it runs, in a `lax.scan`.
-        written: whether the user wrote it, in a `jax.shard_map`.  For a ragged one,
-            `bytes` is the most that there is room for.
-        where: the line of that `jax.shard_map`, if it is known.
-        lane: what moves it between GPUs: copy engines ("copies"), kernels of NCCL's
-            in a host ("collectives"), or the network between hosts.
-        beside: how many matmuls, and other kernels that sum products, stand between
-            where it is issued and where it is waited for, outside a loop over chunks.
-        behind: the work that it is issued behind; empty in a loop over chunks.
-        before: the work before which it is waited for, likewise.
-        between: the work between the two, likewise.
-        seconds: the predicted seconds in all; None if nothing is predicted.
-        exposed: the part of these seconds in which the device computes nothing.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    value: str
-    bytes: int
-    chunks: int
-    times: int = 1
-    written: bool = False
-    where: str = ""
-    lane: Lane = "collectives"
-    beside: int = 0
-    behind: str = ""
-    before: str = ""
-    between: tuple[str, ...] = ()
-    seconds: float | None = None
-    exposed: float | None = None
-
-    def __str__(self) -> str:
-        times = f", {self.times} times" if self.times > 1 else ""
-        most = "at most " if self.kind == "RaggedAllToAll" else ""
-        return (
-            f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
-            f"{most}{bytes_text(self.bytes)} a device{self.how}{times}"
-        ) + (f" [{self.where}]" if self.where else "")
-
-    @property
-    def how(self) -> str:
-        """What hides it, by the program."""
-        if self.written:
-            return ", as written"
-        if self.beside:
-            return f", beside {counted(self.beside, 'matmul')}"
-        return f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
-
-    @property
-    def detail(self) -> str:
-        """Its lane, its time and its place among the work of the program."""
-        said = [f"lane: {self.lane}"]
-        if self.seconds is not None:
-            exposed = seconds_text(self.exposed) if self.exposed else "none"
-            said.append(f"takes {seconds_text(self.seconds)}, {exposed} of it exposed")
-        if self.chunks > 1:
-            said.append("in a loop, among the work on other chunks")
-        if self.behind:
-            said += [f"issued behind {self.behind}", f"waited for before {self.before}"]
-            between = _folded(self.between) or "nothing"
-            said.append(f"between: {between}")
-        return "; ".join(said)
-
-
-def _folded(texts: Iterable[str]) -> str:
-    """Each text once, with its count."""
-    counts = Counter(texts)
-    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +71,8 @@ def named_bodies(
     stmt: ir.ControlFlow, times: int
 ) -> Iterator[tuple[str, Program, int]]:
     """Each body with its name in messages, and how often it runs."""
+    # How often a `while` goes round, nobody knows before.  A branch is taken once at
+    # most.
     length = stmt.length if isinstance(stmt, ir.Scan) else 1
     where = f" [{stmt.where}]" if stmt.where else ""
     for name, body in zip(_body_names(stmt), stmt.bodies, strict=True):
@@ -171,6 +94,8 @@ def takes_turns(loop: ir.For) -> bool:
     """Whether the iterations of a loop take turns on streams, and do work there."""
     ordering = [isinstance(s, ir.SetCurrentStream | ir.Synchronize) for s in loop.body]
     inner = any(isinstance(s, ir.For) and takes_turns(s) for s in loop.body)
+    # Its body begins with the stream of the iteration.  A loop that only waits for all
+    # streams has no work.
     return inner or (ordering[0] and not all(ordering))
 
 
@@ -188,6 +113,7 @@ class _Reporter:
         self.ranks = Ranks(program.mesh.shape)
         self.loops: dict[str, int] = {}
         self.places = places_of(program)
+        # Without rates there are no times, and reports leave them out.
         self.seconds = transfer_times(program, rates) if rates else {}
 
     def steps(self, body: Sequence[ir.Stmt], repeats: Fraction) -> Iterator[Step]:
@@ -218,7 +144,10 @@ class _Reporter:
         report = CommunicationReport(
             kind=stmt.kind,
             axes=stmt.axes,
+            # The source has the name: what comes of it is one that jhost made up.
             value=display_name(self.program, stmt.source.name),
+            # A ragged last chunk is a fraction of a first one.  Rounded one by one,
+            # chunks would not add up to the value.
             bytes=int(self.received(stmt) * repeats) * self.times,
             chunks=math.ceil(repeats),
             times=self.times,
@@ -270,6 +199,7 @@ def _written_in(program: Program, stmt: ir.Compute, times: int) -> Iterator[Step
 def _as_written(
     found: WrittenCollective, where: str, mesh: Mapping[str, int], times: int
 ) -> Step:
+    # How many rows go where is only known at run time.  There is room for the most.
     value, most = aval_text(found.source), found.room or found.source
     layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"
     kind = "AllToAll" if found.kind == "RaggedAllToAll" else found.kind
@@ -283,6 +213,7 @@ def _as_written(
         chunks=1,
         times=often,
         written=True,
+        # Users wrote it themselves, so its line tells them which one it is.
         where="" if where == NO_LINE else where,
     )
     return Step(text=str(report), layout=layout, communication=report)
@@ -297,6 +228,8 @@ def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
 def _chunks_worth(loop: ir.For) -> Fraction:
     """The iterations of `loop` by work; a smaller last one counts as a fraction."""
     index = LoopIndex(loop.index)
+    # Any part of a chunk has the proportions of the chunk: the first that is found will
+    # do.
     for stmt in ir.walk(loop.body):
         chunk = getattr(stmt, "chunk", None)
         size = (

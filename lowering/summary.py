@@ -5,27 +5,29 @@ Equal rows are folded into one, and only the most important rows are shown.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.advice import advice, too_little
 from jhost.lowering.cost.candidates import NOT_PIPELINED
+from jhost.lowering.folded_transfers import (
+    NOTHING,
+    FoldedTransfer,
+    folded_transfers,
+    stands_beside_work,
+)
 from jhost.lowering.ir.remarks import LayoutReport, Prediction, StreamReport
-from jhost.lowering.steps import CommunicationReport
 
 if TYPE_CHECKING:
-    from jhost.lowering.explain import Explanation
+    from jhost.lowering.explanation import Explanation
 
 T = TypeVar("T")
 
 _STREAMS, _TRANSFERS, _LAYOUTS, _NOTES = 6, 10, 5, 4
 """The most rows of each kind on a screen."""
 
-_MOSTLY = 0.9
-"""A transfer counts as beside nothing if this share of its time is exposed."""
 
 _SMALL = 1000
 """Transfers of fewer bytes are folded into one row."""
@@ -38,7 +40,7 @@ def summary_lines(explained: Explanation) -> Iterator[str]:
     if explained.programs:
         programs = Counter(each.title for each in explained.programs)
         yield f"  {_clipped('programs: ' + '; '.join(programs))}"
-    transfers = _folded_transfers(explained.communications)
+    transfers = folded_transfers(explained.communications)
     for title, rows, most in (
         ("streams", [*_folded_streams(explained.streams)], _STREAMS),
         ("transfers", [*_transfer_rows(transfers)], _TRANSFERS),
@@ -99,6 +101,8 @@ def _hidden_line(explained: Explanation) -> str:
     whole = bytes_text(sum(report.bytes for report in reports))
     if predicted is not None and predicted.communication:
         over = predicted.total - predicted.compute
+        # Over the computation there is also idle time, in which devices wait for the
+        # host.
         exposed = min(max(over, 0.0), predicted.communication)
         hidden = predicted.communication - exposed
         share = f"{exposed / predicted.total:.0%} of the time"
@@ -107,29 +111,21 @@ def _hidden_line(explained: Explanation) -> str:
             f"each device receives {moved}: computation hides {_time_text(hidden)}, "
             f"and {_time_text(exposed)} is exposed ({share})"
         )
-    beside = bytes_text(sum(r.bytes for r in reports if _stands_beside_work(r)))
+    beside = bytes_text(sum(r.bytes for r in reports if stands_beside_work(r)))
     return f"each device receives {whole}, {beside} of it beside work"
 
 
-_NOTHING = 1e-9
-"""Fewer seconds than this are rounding errors."""
-
-
 def _time_text(seconds: float) -> str:
-    return seconds_text(seconds) if seconds > _NOTHING else "none of it"
-
-
-def _stands_beside_work(report: CommunicationReport) -> bool:
-    return report.chunks > 1 or report.beside > 0 or bool(report.between)
+    return seconds_text(seconds) if seconds > NOTHING else "none of it"
 
 
 def largest_exposed(explained: Explanation) -> FoldedTransfer | None:
     """The transfer that a device waits for longest, or the largest beside nothing."""
-    folded = _folded_transfers(explained.communications)
+    folded = folded_transfers(explained.communications)
     alone = [
         each
         for each in folded
-        if (each.exposed or 0.0) > _NOTHING
+        if (each.exposed or 0.0) > NOTHING
         or (each.exposed is None and not each.stands_beside_work)
     ]
     if not alone or (explained.predicted and too_little(explained.predicted)):
@@ -137,98 +133,12 @@ def largest_exposed(explained: Explanation) -> FoldedTransfer | None:
     return alone[0]
 
 
-# --- Transfers ---------------------------------------------------------------------- #
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoldedTransfer:
-    """Transfers of one value, of one kind, over the same axes."""
-
-    reports: tuple[CommunicationReport, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(report.bytes for report in self.reports)
-
-    @property
-    def times(self) -> int:
-        """How often it runs; all chunks of a loop count as once."""
-        return sum(report.times for report in self.reports)
-
-    @property
-    def seconds(self) -> float | None:
-        return _sum(report.seconds for report in self.reports)
-
-    @property
-    def exposed(self) -> float | None:
-        return _sum(report.exposed for report in self.reports)
-
-    @property
-    def stands_beside_work(self) -> bool:
-        return all(map(_stands_beside_work, self.reports))
-
-    @property
-    def weight(self) -> tuple[float, int]:
-        """The key by which transfers are sorted."""
-        return (self.exposed or 0.0, self.bytes)
-
-    @property
-    def text(self) -> str:
-        first = self.reports[0]
-        many = f"{self.times} x " if self.times > 1 else ""
-        axes = ", ".join(first.axes)
-        moved = f"{bytes_text(self.bytes)} a device"
-        what = f"{many}{first.kind} of {first.value} over {axes}, {moved}"
-        return f"{self.time_text}{what}; {first.lane}, {self.hidden_by}"
-
-    @property
-    def time_text(self) -> str:
-        if self.seconds is None or self.exposed is None:
-            return ""
-        if self.exposed <= _NOTHING:
-            return f"0 of {seconds_text(self.seconds)} exposed: "
-        exposed, seconds = seconds_text(self.exposed), seconds_text(self.seconds)
-        return f"{exposed} of {seconds} exposed: "
-
-    @property
-    def hidden_by(self) -> str:
-        """The work beside these transfers."""
-        return " or ".join(dict.fromkeys(map(_beside_text, self.reports)))
-
-
-def _beside_text(report: CommunicationReport) -> str:
-    if report.written:
-        return "as written"
-    if report.chunks > 1:
-        return f"in {report.chunks} chunks beside the loop's work"
-    if report.beside:
-        return f"beside {counted(report.beside, 'matmul')}"
-    if report.between:
-        return f"beside {report.between[0]}"
-    if report.seconds and report.exposed is not None:
-        if report.exposed < _MOSTLY * report.seconds:
-            return "beside what XLA finds"
-    return "beside nothing"
-
-
-def _sum(parts: Iterable[float | None]) -> float | None:
-    known = [part for part in parts if part is not None]
-    return sum(known) if known else None
-
-
-def _folded_transfers(
-    reports: Sequence[CommunicationReport],
-) -> Sequence[FoldedTransfer]:
-    """The transfers of each value as one, the longest exposed one first."""
-    groups: dict[object, list[CommunicationReport]] = {}
-    for report in reports:
-        key = report.kind, report.axes, report.value, report.written, report.lane
-        groups.setdefault(key, []).append(report)
-    folded = [FoldedTransfer(tuple(group)) for group in groups.values()]
-    return sorted(folded, key=lambda each: each.weight, reverse=True)
+# --- Transfers, streams, layouts, notes --------------------------------------------- #
 
 
 def _transfer_rows(transfers: Sequence[FoldedTransfer]) -> Iterator[str]:
+    # A step has dozens of sums of single numbers, which would push all else off the
+    # screen.
     small = [each for each in transfers if each.bytes < _SMALL]
     yield from (each.text for each in transfers if each.bytes >= _SMALL)
     if small and len(small) < len(transfers):
@@ -237,9 +147,6 @@ def _transfer_rows(transfers: Sequence[FoldedTransfer]) -> Iterator[str]:
         yield f"{counted(times, 'small transfer')}, {whole} a device in all"
     elif small:
         yield from (each.text for each in small)
-
-
-# --- Streams, layouts, notes -------------------------------------------------------- #
 
 
 def _folded_streams(streams: Sequence[StreamReport]) -> Iterator[str]:

@@ -213,7 +213,7 @@ def _differences(
     found: Mapping[int, _Announced],
     lines: Mapping[int, Sequence[str]],
 ) -> Iterator[str]:
-    """How the program of the processes `other` differs from that of `usual`."""
+    """How the program of the processes `other` differs from the program of `usual`."""
     who = f"{_processes_text(other)}, in {found[other[0]].name}"
     ours, theirs = lines.get(usual[0]), lines.get(other[0])
     if ours is None or theirs is None:

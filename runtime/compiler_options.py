@@ -8,18 +8,13 @@ about an unknown name.
 from __future__ import annotations
 
 import functools
-import re
 import warnings
-from collections.abc import Collection, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, Unpack
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from jhost import errors
+from jhost.runtime.accepted_options import accepted
 from jhost.runtime.devices import Devices, all_devices, devices_of
 from jhost.runtime.mesh import AnyMesh
 
@@ -86,9 +81,9 @@ SYMMETRIC_BUFFERS: Mapping[str, Any] = {
 BETWEEN_PROCESSES: Mapping[str, Any] = {
     # A collective that is issued while a matmul runs starts when that matmul ends, and
     # the next matmuls hide it if none of them waits for it.  By default XLA has one
-    # under way, and waits for it before the next matmul.  A training step of 13B width,
-    # in two processes with one H100 each and 25 GB/s between them, takes 163 ms with
-    # these instead of 199 (dp), and 227 ms instead of 263 (fsdp).
+    # under way, and waits for it before the next matmul.  Measured on a training step
+    # of 13B width, in two processes with one H100 each and 25 GB/s between them: 163 ms
+    # with these instead of 199 (dp), and 227 instead of 263 (fsdp).
     _MANY_AT_ONCE: 16,
     **_EARLY,
 }
@@ -147,16 +142,6 @@ def _ways(devices: Devices, permuted: Collection[str] | None) -> Mapping[str, An
 def overlap_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, Any]:
     """The `wanted_options` that XLA takes."""
     return accepted(mesh, wanted_options(mesh, **loops))
-
-
-def accepted(mesh: AnyMesh | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among `wanted` that XLA takes for the devices of `mesh`."""
-    if not isinstance(mesh, Mesh):
-        return dict(wanted)
-    # A trial needs a device of this process; a topology's devices are in no process.
-    here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    one = (here or list(mesh.devices.flat))[0]
-    return {name: v for name, v in wanted.items() if _accepts(one, name, v)}
 
 
 def options_report(
@@ -245,67 +230,3 @@ def warn_of_missed_options(
         _missed[name, mesh] = dict(missed)
         how = "between_processes=True" if between else ""
         _warn_once(name, options_text(missed), how)
-
-
-@functools.lru_cache(maxsize=256)
-def _accepts(device: Any, name: str, value: Any) -> bool:
-    """Whether the backend of `device` takes an option, by a trial.
-
-    The trial runs in a thread of its own, where no `jax.set_mesh` and no trace of the
-    user's is active.
-    """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(_compiles, device, {name: value}).result()
-
-
-def _compiles(device: Any, options: dict[str, Any]) -> bool:
-    sharding = SingleDeviceSharding(device)
-    operand = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
-    try:
-        jax.jit(_identity).lower(operand).compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
-
-
-# --- What XLA refuses ------------------------------------------------------------- #
-
-
-_REFUSAL = re.compile(r"No such compile option: '(\w+)'|While setting option (\w+)")
-
-
-def explain_refusal(
-    error: Exception, function: str, options: Mapping[str, Any]
-) -> None:
-    """Raises jhost's own error if `error` says that XLA refuses one of `options`.
-
-    Raises:
-        CompilerOptionError: it does.
-    """
-    refused = {name for match in _REFUSAL.findall(str(error)) for name in match}
-    offenders = [
-        f"{name}={value!r}: {error}"
-        for name, value in options.items()
-        if name in refused
-    ]
-    if offenders:
-        raise errors.CompilerOptionError(
-            f"XLA refuses an option of {function}. Options are fields of XLA's "
-            "DebugOptions, as for jax.jit; not every version and backend has all of "
-            "them.",
-            offenders,
-        ) from error
-
-
-@contextmanager
-def explained_refusals(function: str, options: Mapping[str, Any]) -> Generator[None]:
-    """Inside, XLA's refusals of `options` are jhost's errors."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        explain_refusal(error, function, options)
-        raise

@@ -75,7 +75,7 @@ def is_assumed() -> bool:
 
 
 def devices_of(mesh: AnyMesh | None) -> Devices:
-    """The devices of `mesh`; those of the backend where it names none."""
+    """The devices of `mesh`; without a mesh of devices, the devices of the backend."""
     devices: list[Any] = jax.devices()
     if isinstance(mesh, Mesh):
         devices = list(mesh.devices.flat)

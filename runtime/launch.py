@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class SlowLaunch(NamedTuple):
-    """What is slow about how processes were started, and what to do about it."""
+    """A way of starting processes that is slow, and what to do about it."""
 
     what: str
     change: str

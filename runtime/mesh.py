@@ -30,7 +30,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | None:
-    """The mesh that was given, or that of the shardings, or that of `jax.set_mesh`.
+    """The given mesh, or the mesh of the shardings, or the mesh of `jax.set_mesh`.
 
     Raises:
         MeshMismatchError: two shardings with different meshes.
@@ -168,7 +168,7 @@ def same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
 
 
 def foreign_arrays(values: Mapping[str, Any], mesh: AnyMesh) -> list[str]:
-    """The committed arrays whose devices are not those of `mesh`, in words."""
+    """The committed arrays that lie on other devices than `mesh`, in words."""
     if not isinstance(mesh, Mesh):
         return []
     here = set(mesh.devices.flat)

@@ -334,7 +334,7 @@ def calibrates(port: str, count: str, number: str) -> None:
     """Together, by the command; then each goes by it."""
     from jhost import __main__
     from jhost._calibrate import between, measure
-    from jhost._calibration import rates_here
+    from jhost._calibration_holds import rates_here
     from jhost.runtime.devices import devices_of
 
     measure.SIZES = between.SIZES = (1 << 19, 1 << 20)

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jhost.lowering.explain import Explanation, StreamReport
+from jhost.lowering.explanation import Explanation
+from jhost.lowering.ir.remarks import StreamReport
 from tests.lowering.rules.reference_attention import as_with_cudnn
 
 ROOT = Path(__file__).parents[1]

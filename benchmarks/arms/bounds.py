@@ -25,8 +25,8 @@ _LARGE = 1 << 31
 def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     """Each device's matmuls as if the rows of all had always been there.
 
-    What is whole on every device is stacked here, one copy each, so that no gradient
-    of it has to be summed.
+    Whole values are stacked, one copy for each device, so that none of their gradients
+    has to be summed.
     """
     comes = _comes(case)
     keep_rows = case.kind in WHOLE_LAYERS
@@ -53,7 +53,7 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
 def _comes(case: Case) -> tuple[int, ...]:
     """The shape of what comes first to each device: its own part, after an exchange.
 
-    Of keys it is that of the others', as each device's own are among the operands.
+    For keys it has the others' keys only: each device's own are operands.
     """
     for kind, (first, *rest) in case.moved(False):
         if case.kind == RING:

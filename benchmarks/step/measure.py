@@ -135,7 +135,7 @@ def choices(explanation: jhost.Explanation) -> str:
 
 
 def _compared(calls: dict[str, timing.Call], arms: Entry) -> dict[str, Entry]:
-    """What each arm returned beside what the first one did; who fails is left out."""
+    """Each arm's results against the first arm's; an arm that fails is left out."""
     found: dict[str, Entry] = {}
     first: Any = None
     for arm in [arm for arm in calls if arm not in UNCHECKED]:

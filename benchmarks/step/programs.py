@@ -69,7 +69,7 @@ class Step:
 
     @property
     def weights(self) -> tuple[Operand, ...]:
-        """Those of one layer, in the order in which `layers.layer` takes them."""
+        """The weights of one layer, in the order in which `layers.layer` takes them."""
         return _weights(self.model, self.axes.shards)
 
     @property

@@ -123,14 +123,19 @@ def dot_product_attention(
     _check(arrays)
     left, right = _window(local_window_size)
     if is_causal:
+        # A causal mask is a window that ends at the query itself: one bound for both.
         right = 0 if right is None else min(right, 0)
     settings = AttentionSettings(
         scale=_scale(scale, shape[-1]),
         left=left,
         right=right,
+        # In the order of `given`, behind query, key and value.
         more=tuple(arrays)[3:],
+        # A param: a backward may be traced under another setting.
         precision=jax.config.jax_default_matmul_precision,
     )
+    # In a `jax.shard_map` each may vary along other axes, and a primitive wants the
+    # same.
     operands = varying_alike(list(arrays.values()))
     found, _ = attention_p.bind(*operands, settings=settings)
     return found.reshape(shape)
@@ -158,6 +163,7 @@ def _window(size: Any) -> tuple[int | None, int | None]:
 
 def _scale(scale: Any, size: int) -> float:
     if scale is None:
+        # A head may have no features, and Python refuses `0 ** -0.5`.
         return max(size, 1) ** -0.5
     try:
         return float(scale)
@@ -181,8 +187,10 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
 def _offenders(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
     query, key = arrays["query"], arrays["key"]
     sizes: dict[str, int] = {}
+    # Only from arrays that have all dims: others are offenders themselves.
     for name in ("query", "key"):
         if arrays[name].ndim == 4:
+            # The query comes first, and its sizes stay: others are measured by it.
             sizes = dict(zip(_LETTERS[name], arrays[name].shape, strict=True)) | sizes
     for name, x in arrays.items():
         yield from _shape_offenders(name, x.shape, sizes)
@@ -209,6 +217,7 @@ def _shape_offenders(
         f"{letter} is {sizes[letter]}"
         for letter, size in zip(letters, shape, strict=True)
         if letter in sizes
+        # JAX stretches a bias or a mask along any dim of size 1.
         if size != sizes[letter] and not (stretched and size == 1)
     ]
     if wrong:

@@ -10,13 +10,9 @@ import jax
 
 from jhost._calibrate.between import MeasuringBetween
 from jhost._calibrate.measure import Measuring
-from jhost._calibration import (
-    Calibration,
-    add_to_shared,
-    conditions_here,
-    keep as keep_calibration,
-    today,
-)
+from jhost._calibration import Calibration
+from jhost._calibration_cache import add_to_shared, keep as keep_calibration
+from jhost._calibration_holds import conditions_here, today
 from jhost._jax import from_process_0, process_number
 from jhost._progress import no_progress, progress as progress_bar
 from jhost.lowering.cost.fit import Measurements
@@ -61,6 +57,7 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
         measurements=_measured(progress),
     )
     if jax.process_count() > 1:
+        # Processes that choose by other rates would run other programs.
         found = _of_process_0(found)
     if keep:
         _kept(found)
@@ -96,6 +93,7 @@ def _of_process_0(found: Calibration) -> Calibration:
 
 
 def _kept(calibration: Calibration) -> None:
+    # Shared first: this job uses it, even if no folder can be written.
     add_to_shared(calibration.to_json())
     try:
         if process_number() == 0:
@@ -104,4 +102,5 @@ def _kept(calibration: Calibration) -> None:
         warnings.warn(
             f"jhost.calibrate: the calibration is not kept: {error}", stacklevel=3
         )
+    # Functions that were lowered before went by other rates.
     jax.clear_caches()

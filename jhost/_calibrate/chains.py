@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhost.lowering.ir.statements import CommunicationKind
-from jhost.runtime.compiler_options import accepted, overlap_options
+from jhost.runtime.accepted_options import accepted
+from jhost.runtime.compiler_options import overlap_options
 
 AXIS = "devices"
 
@@ -91,6 +92,7 @@ def operand(mesh: Mesh, shape: Sequence[int], dtype: Any, scale: float) -> jax.A
     """Normal random numbers, an array of that shape on each device."""
     rows, *others = shape
     whole = (mesh.size * rows, *others)
+    # Made where it belongs: the whole may not fit one device.
     make = jax.jit(
         lambda: scale * jax.random.normal(jax.random.key(0), whole, dtype),
         out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)),
@@ -138,6 +140,7 @@ def communicate(kind: CommunicationKind, devices: int) -> OneOperation:
     def step(x: jax.Array) -> jax.Array:
         match kind:
             case "CollectivePermute":
+                # A ring, as pipelines send: each link has one transfer each way.
                 ring = [(n, (n + 1) % devices) for n in range(devices)]
                 return lax.ppermute(x, AXIS, ring)
             case "AllGather":

@@ -1,8 +1,9 @@
 """Measurements of the devices of this process, for `lowering/cost/fit.py`.
 
-What one operation takes is the difference between a long chain of them and a short one,
-so that neither the call nor the matmul that comes first counts.  Both take turns, led
-in by their own calls: near the power limit, clocks fall with work and rise with rest.
+The time of one operation comes from the difference between a long chain of them and a
+short one.  So neither the call nor the matmul before the chain counts.  The two take
+turns, each after calls of its own: near the power limit, clocks fall with work and rise
+with rest.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class _Seconds:
 class Measuring:
     """One pass over everything, on `devices` whose rates are about those of `start`.
 
-    `budget` are seconds for each pair of chains, and `scale` the size of what is
-    computed and moved, as a share of what suits such devices.
+    `budget` has the seconds for each pair of chains.  `scale` is a factor of all sizes,
+    which suit such devices at 1.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Measuring:
         """There and back, so that a result is an operand: two matmuls of one size."""
         x = operand(self.mesh, (m, k), jnp.bfloat16, 1.0)
         w = operand(self.mesh, (k, n), jnp.bfloat16, k**-0.5)
+        # Scaled, so that a long chain of products neither grows nor vanishes.
         back = operand(self.mesh, (n, k), jnp.bfloat16, n**-0.5)
 
         def there_and_back(x: jax.Array, w: jax.Array, back: jax.Array) -> jax.Array:
@@ -155,6 +157,7 @@ class Measuring:
     def side(self) -> int:
         """Of a square matmul that takes long enough; whole tiles, if it is large."""
         side = (self.start.matmul * _MATMUL * self.scale / 2) ** (1 / 3)
+        # A tile that is not full costs a whole one, and would be fitted as speed.
         unit = 1024 if side > 2048 else 64
         return max(unit, round(side / unit) * unit)
 
@@ -236,6 +239,8 @@ class Measuring:
         moves = cost(beside(step, touch), [x, small(self.mesh)]).seconds
         work = cost(chained(multiply), [w, w]).seconds
         both = cost(beside(step, multiply), [x, w, w]).seconds
+        # 1 if the shorter one costs nothing beside the longer one, 0 if they take
+        # turns.
         return (work + moves - both) / min(work, moves)
 
     # --- Time ----------------------------------------------------------------- #
@@ -273,6 +278,7 @@ class Measuring:
     def medians(self, calls: Mapping[str, ChainCall]) -> dict[str, float]:
         """Seconds of a call of each, as they take turns."""
         count = self.count(calls, max(_once(call) for call in calls.values()))
+        # The first calls of each are not timed: clocks settle in them.
         times = take_turns(calls, rounds=_ROUNDS, calls=count, warmups=count)
         return {name: statistics.median(each) for name, each in times.items()}
 
@@ -301,4 +307,5 @@ def _host(call: ChainCall) -> float:
         result = call()
         times.append(time.perf_counter() - start)
         jax.block_until_ready(result)
+    # The least: the host has other work at times, and never less than this.
     return min(times)

@@ -12,11 +12,12 @@ from jax.extend.core import jaxprs_in_params
 from jhost import errors
 from jhost._call.arguments import name_of
 from jhost._call.config import Config, program_config
+from jhost._call.explained import explained
 from jhost._call.program import derived_program
-from jhost._call.stages import explained
 from jhost._call.whole import left_whole, noted
 from jhost._primitives import jhost_p
-from jhost.lowering.explain import Explanation, joined
+from jhost.lowering.explain import joined
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.program import Program
 
 

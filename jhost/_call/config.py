@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jhost._annotate import Pipeline
-from jhost._calibration import rates_here
+from jhost._calibration_holds import rates_here
 from jhost._jax import Derivation, cached
 from jhost._tuning import Tuning
 from jhost.runtime.compiler_options import PERMUTE_MODE

@@ -42,10 +42,10 @@ from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
 from jhost.runtime import dump
+from jhost.runtime.accepted_options import explained_refusals
 from jhost.runtime.agreement import compare_programs
 from jhost.runtime.compiler_options import (
     Loops,
-    explained_refusals,
     options_text,
     overlap_options,
     warn_of_missed_options,
@@ -215,9 +215,9 @@ def _trace_late(
 ) -> Sequence[Any]:
     """Inside an outer program: XLA compiles it, with that program's options.
 
-    Where nobody has told jhost the mesh of a program on several `devices`, XLA places
-    the communications, and would have more of them in loops over chunks.  What JAX has
-    derived may hold references, which stood in bodies before.
+    If nobody told jhost the mesh of a program on several `devices`, XLA places the
+    communications, and loops over chunks would have more of them.  What JAX has derived
+    may hold references, which stood in bodies before.
     """
     if config.embedded:
         check_has_no_options(config)

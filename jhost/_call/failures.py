@@ -16,7 +16,7 @@ from jhost._call.given_shardings import CallKey
 from jhost._call.meshes import check_context
 from jhost._call.source import Source
 from jhost._jax import TracedCall, arg_names
-from jhost.runtime.compiler_options import explain_refusal
+from jhost.runtime.accepted_options import explain_refusal
 from jhost.runtime.mesh import foreign_arrays, mesh_text
 
 

@@ -50,6 +50,15 @@ class JitFunction(Generic[P, R]):
         __wrapped__: the plain function.
         __name__: the plain function's name, or a name for a callable without one.
         __qualname__: the name with the classes and functions around it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jhost
+        >>> @jhost.jit
+        ... def double(x):
+        ...     return x * 2
+        >>> double.__name__, jax.vmap(double)(jnp.ones(2)).tolist()
+        ('double', [2.0, 2.0])
     """
 
     __name__: str

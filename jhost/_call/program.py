@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from jhost import errors
-from jhost._calibration import rates_here
+from jhost._calibration_holds import rates_here
 from jhost._call.build import built, lowering_of
 from jhost._call.config import Config, program_config
 from jhost._call.once_a_line import warn_of_program

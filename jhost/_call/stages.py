@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jhost import errors
-from jhost._calibration import rates_here
-from jhost._call.config import Config, puts_are_known
-from jhost._call.execute import compare, interpreted, loops_of
-from jhost._call.once_a_line import notes_of_unread
-from jhost._call.program import unpipelined_program
+from jhost._call.config import Config
+from jhost._call.execute import compare, interpreted
+from jhost._call.explained import explained
 from jhost._call.whole import Whole
 from jhost._jax import communication_streams, take_over
-from jhost.lowering.cost.choose_permutes import by_permutes
-from jhost.lowering.cost.leave_to_xla import left_to_xla
-from jhost.lowering.cost.rates import Rates
-from jhost.lowering.explain import DeviceFacts, Explanation, explain_program, puts
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
-from jhost.runtime.compiler_options import explained_refusals, options_report
-from jhost.runtime.devices import Devices, devices_of
+from jhost.runtime.accepted_options import explained_refusals
 from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.profile.schedule import Schedule, parse_schedule, with_streams
 
@@ -42,7 +35,26 @@ class Traced(jax.stages.Traced):
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, **private: Any
     ) -> Lowered:
-        """Lowers the function, like `jax.stages.Traced.lower`."""
+        """Lowers the function, like `jax.stages.Traced.lower`.
+
+        Args:
+            lowering_platforms: as in JAX: the platforms to lower for; None for the one
+                of the devices.
+            **private: JAX's own arguments.
+
+        Returns:
+            The program, which you can read, interpret and compile.
+
+        Raises:
+            JhostError: as for a call, but for errors that only a run shows.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> traced = jhost.jit(lambda x: x + 1).trace(jnp.zeros(2))
+            >>> traced.lower().compile()(jnp.zeros(2)).tolist()
+            [1.0, 1.0]
+        """
         lowered = super().lower(lowering_platforms=lowering_platforms, **private)
         return self._as_lowered(lowered)
 
@@ -55,6 +67,13 @@ class Lowered(jax.stages.Lowered):
         out_tree: the tree of the results.
         args_info: shape, dtype and donation of each argument.
         out_info: shape and dtype of each result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> lowered = jhost.jit(lambda x: x * 2).lower(jnp.zeros((4, 2)))
+        >>> lowered.out_info.shape, lowered.host_ir.name
+        ((4, 2), '<lambda>')
     """
 
     def __init__(
@@ -86,6 +105,16 @@ class Lowered(jax.stages.Lowered):
 
         Args:
             detail: True gives `str` everything, and False one screen.
+
+        Returns:
+            An explanation, as `jhost.explain` returns it, without XLA's schedule.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
+            >>> f.lower(jnp.ones(4)).explain().loops
+            1
         """
         explanation = explained(self._program, self._config, self._call_jaxpr)
         return dataclasses.replace(explanation, detailed=detail)
@@ -139,6 +168,13 @@ class Lowered(jax.stages.Lowered):
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> compiled = jhost.jit(lambda x: x + 1).lower(jnp.zeros(2)).compile()
+            >>> compiled(jnp.zeros(2)).tolist()
+            [1.0, 1.0]
         """
         given = None if compiler_options is None else dict(compiler_options)
         # JAX adds the function's own options to those that are given here, and XLA may
@@ -162,6 +198,13 @@ class Compiled(jax.stages.Compiled):
         out_tree: the tree of the results.
         args_info: shape, dtype and donation of each argument.
         out_info: shape and dtype of each result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> compiled = jhost.jit(lambda x: x * 2).lower(jnp.zeros(2)).compile()
+        >>> compiled(jnp.ones(2)).tolist(), compiled.out_info.shape
+        ([2.0, 2.0], (2,))
     """
 
     def __init__(
@@ -238,6 +281,16 @@ class Compiled(jax.stages.Compiled):
 
         Args:
             detail: True gives `str` everything, and False one screen.
+
+        Returns:
+            An explanation, as `jhost.explain` returns it, with XLA's schedule.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
+            >>> f.lower(jnp.ones(4)).compile().explain().schedule
+            'schedule: 0 communications, ...'
         """
         try:
             schedule = str(self.schedule())
@@ -258,112 +311,3 @@ def _host_ir(program: Program | Whole) -> Program:
 def _compare(program: Program | Whole, config: Config) -> None:
     if not isinstance(program, Whole):
         compare(program, config)
-
-
-def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Explanation:
-    """The remarks of passes on a jaxpr's `program`, and XLA's options for its loops."""
-    if isinstance(program, Whole):
-        # It has no streams, or it would not stay whole.
-        return _explained_whole(program, config)
-    devices = devices_of(config.mesh)
-    explanation = explain_program(program, _known(devices, program))
-    explanation = _with_times(explanation, program, config, call_jaxpr)
-    loops = loops_of(program)
-    options: tuple[str, ...] = ()
-    if loops is not None:
-        options = options_report(config.name, config.mesh, **loops)
-    notes = (
-        *explanation.notes,
-        *notes_of_unread(call_jaxpr),
-        *_notes_of_nothing_marked(explanation, config),
-        *_notes_of_reach(program, devices),
-        *_notes_of_puts(explanation, config),
-        *_notes_of_rates(explanation, devices),
-    )
-    return dataclasses.replace(
-        explanation, name=config.title, notes=notes, options=options
-    )
-
-
-def _known(devices: Devices, program: Program) -> DeviceFacts:
-    """The facts that predictions use; no rates where nothing can overlap."""
-    rates = rates_here(devices, puts(program))
-    return DeviceFacts(rates if rates and _overlaps(rates) else None, devices.reach)
-
-
-def _overlaps(rates: Rates) -> bool:
-    return rates.permute.beside_compute or rates.collective.beside_compute
-
-
-def _with_times(
-    explanation: Explanation, program: Program, config: Config, call_jaxpr: Any
-) -> Explanation:
-    """The explanation with what the program takes, and would without jhost."""
-    devices = devices_of(config.mesh)
-    if devices.count == 1 or left_to_xla(program):
-        return explanation
-    explanation = dataclasses.replace(
-        explanation, devices=f"{devices.count} x {devices.kind}"
-    )
-    rates = rates_here(devices, puts(program))
-    if rates is None or not _overlaps(rates):
-        return dataclasses.replace(explanation, nothing_overlaps=rates is not None)
-    plain = unpipelined_program(call_jaxpr, config)
-    (_, predicted), *_ = by_permutes(program, rates)
-    (_, unpipelined), *_ = by_permutes(plain, rates)
-    return dataclasses.replace(
-        explanation, predicted=predicted, unpipelined=unpipelined
-    )
-
-
-def _explained_whole(whole: Whole, config: Config) -> Explanation:
-    """Says that jhost makes no program, and why."""
-    none = Explanation(
-        name=config.title,
-        loops=0,
-        streams=(),
-        layouts=(),
-        communications=(),
-        notes=(str(whole), *whole.reasons),
-    )
-    unmarked = _notes_of_nothing_marked(none, config)
-    return dataclasses.replace(none, notes=(*none.notes, *unmarked))
-
-
-def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterator[str]:
-    """Says that settings for streams were given, but no value has a stream."""
-    given = {"pipeline": config.pipeline, "chunks": config.chunks}
-    asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
-    # Only for the function itself, and not again for programs derived from it.
-    if asked and not explanation.streams and not config.role:
-        yield (
-            f"nothing is marked: {' and '.join(asked)} only apply to values that "
-            f"jhost.stream marks"
-        )
-
-
-def _notes_of_rates(explanation: Explanation, devices: Devices) -> Iterator[str]:
-    """Says where the rates come from by which streams were chosen, on GPUs."""
-    weighed = any(stream.predicted for stream in explanation.streams)
-    rates = rates_here(devices) if devices.platform == "gpu" else None
-    if weighed and rates is not None:
-        measures = "; python -m jhost calibrate measures them" * rates.estimated
-        yield f"predicted by rates of {devices.kind} {rates.source}{measures}"
-
-
-def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
-    """Says why the kind of permutes was not chosen here."""
-    pipelines = {stream.pipeline for stream in explanation.streams}
-    if config.embedded and "p2p" in pipelines and puts_are_known(config.mesh):
-        yield (
-            "jhost assumes that permutes are peer copies, as jhost.compiler_options() "
-            "sets them: only the outer program can set their kind"
-        )
-
-
-def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:
-    """Why permutes that were asked for hide less than copies."""
-    axes = sorted(permutes(program))
-    if devices.platform == "gpu" and between_processes(axes, devices.reach):
-        text = why_not_hidden(axes, devices.reach, dict(program.mesh.shape))
-        yield f"a p2p pipeline hides little here: {text}"

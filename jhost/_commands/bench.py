@@ -110,6 +110,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         most = sizes_here(devices)["tokens"]
         tokens: Sequence[int] = arguments.tokens or [most // part for part in PARTS]
         blocks = [block_on(devices, tokens=number) for number in tokens]
+        # All sizes are lowered before any is timed, so that a bad one is refused at
+        # once.
         for block in blocks:
             hosted(block).lower(*block.types())
     except (errors.OptionError, errors.DivisibilityError) as error:
@@ -124,6 +126,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     for block in blocks:
         rows.append(measured(block, arguments.rounds))
+        # A size may take long: each row is shown as soon as it is known.
         print(rows[-1], flush=True)
     problems = [problem for row in rows for problem in row.problems]
     for problem in problems:
@@ -140,6 +143,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 def measured(block: MlpBlock, rounds: int) -> Row:
     """The times of one block, each way in turns."""
     operands = block.random_arguments()
+    # Without the cache: a benchmark has to measure what it says.
     tuning = tune(hosted(block), *operands, rounds=rounds, cache=False)
     by_jax, by_jhost = plain(block), hosted(block, tuning=tuning)
     compute, placed = compute_only(block)
@@ -162,5 +166,6 @@ def measured(block: MlpBlock, rounds: int) -> Row:
         median={name: statistics.median(each) for name, each in times.items()},
         minimum={name: min(each) for name, each in times.items()},
         choice=streams[0].candidates[0].text if streams else ON_ONE_DEVICE,
+        # Fast and wrong is no result.
         problems=tuple(beyond_tolerance(by_jhost(*operands), by_jax(*operands))),
     )

@@ -41,12 +41,14 @@ def add_command(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.process is not None:
+        # Before anything asks JAX for devices.
         address, count, number = arguments.process
         initialize(address, int(count), int(number))
     devices = devices_here(None)
     if devices[0].platform == "cpu":
         print("Devices of one CPU share its cores: nothing can overlap there.")
     found = calibrate(keep=not arguments.no_keep)
+    # All have the same rates: process 0 says them.
     if process_number() == 0:
         print(found)
     if arguments.json is not None:

@@ -72,6 +72,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     explanation = lowered.explain()
     print(f"{lowered.host_ir}\n\n{explanation}\n")
 
+    # Random, because equal elements would hide a chunk in a wrong place.
     operands = block.random_arguments()
     functions = {"plain": plain(block), "jhost": function}
     results = [each(*operands) for each in functions.values()]
@@ -92,7 +93,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _figures(block: MlpBlock, times: Mapping[str, list[float]]) -> dict[str, Any]:
-    """What was run on what, enough to run it again, and how long it took."""
+    """The sizes, devices, versions and times of a run: enough to run it again."""
     device = block.mesh.devices.flat[0]
     return {
         **{f"{n}_ms": 1e3 * statistics.median(each) for n, each in times.items()},

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._cache_folder import folder
-from jhost._calibration import age_text, calibration_here, outdated, rates_here
+from jhost._calibration_holds import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import MlpBlock, block_on, devices_here, hosted, plain
 from jhost._commands.findings import JAX, Problem, Report
 from jhost._commands.links import examine_links, examine_mesh, examine_options
@@ -178,6 +178,7 @@ def _launch(report: Report) -> None:
 
 def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
     """Each pipeline is tried on a small block; what is said of speed is known."""
+    # Any number of devices divides it, and it compiles in seconds.
     block = block_on(
         devices, hidden=64, ffn=16 * len(devices), tokens=64 * len(devices)
     )
@@ -206,6 +207,7 @@ def _tried(block: MlpBlock, pipeline: str) -> str:
     try:
         given = hosted(block, pipeline=pipeline)(*operands)
         problems = beyond_tolerance(given, plain(block)(*operands))
+    # A driver or a library that does not work is what this looks for: it goes on.
     except (errors.JhostError, jax.errors.JaxRuntimeError) as error:
         return errors.first_line(error)
     return "; ".join(problems) or "works"
@@ -225,6 +227,8 @@ def _auto(here: Devices) -> str:
     beside = [
         name
         for name, kind in kinds.items()
+        # Along one axis copies may run beside work, and along another, between
+        # processes, they do not.
         if any(rates.link(kind, [axis]).beside_compute for axis in here.reach)
     ]
     if not beside:
@@ -248,6 +252,7 @@ def _rates(report: Report, here: Devices) -> None:
     if here.platform != "gpu":
         return
     report.notes += [f"a calibration does not hold, {why}" for why in outdated(here)]
+    # Rates that jhost ships were measured on such devices, and will do.
     if calibration is None and (rates is None or rates.estimated):
         report.notes.append(
             "`python -m jhost calibrate` measures these devices in one to two minutes, "
@@ -261,6 +266,7 @@ def _rates(report: Report, here: Devices) -> None:
 def _cache(report: Report) -> None:
     where = folder()
     there = where
+    # The first tuning makes the folder.  Until then the one above it counts.
     while not there.exists():
         there = there.parent
     kept = len(list(where.glob("tuning-*/*.json")))

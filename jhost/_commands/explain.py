@@ -17,15 +17,15 @@ from typing import Any
 from jhost import errors
 from jhost._call.around import calls_in, explain_around
 from jhost._call.bind import call_of
+from jhost._call.explained import explained
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
-from jhost._call.stages import explained
 from jhost._call.whole import left_whole
 from jhost._commands.block import writable_file
 from jhost._commands.function import add_function, given_function
 from jhost._page import PAGE
 from jhost.lowering.cost.rates import known_kinds
-from jhost.lowering.explain import Explanation
+from jhost.lowering.explanation import Explanation
 from jhost.runtime.devices import assumed
 
 
@@ -97,6 +97,7 @@ class _Kind(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        # While arguments are parsed, so that no function has to be named.
         if values == "list":
             print(*_kinds(), sep="\n")
             parser.exit()
@@ -111,6 +112,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             explanation, programs = _explained(
                 function, args, options, arguments.host_ir
             )
+    # What a function refuses for these shapes is an answer: no traceback of jhost.
     except (errors.JhostError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -136,8 +138,10 @@ def _explained(
     if isinstance(function, JitFunction):
         source = function.with_options(**options).__jhost_source__
         jaxpr, config, _ = call_of(source, tuple(args), {})
+        # A function that `jax.jit` compiles as a whole has reasons, and no program.
         program = left_whole(jaxpr, config) or host_program(jaxpr, config)
         return explained(program, config, jaxpr), [program] if host_ir else []
     explanation = explain_around(function, args, {})
     calls = calls_in(function, args, {}) if host_ir else []
+    # Layers that are called one by one may have one program: it is printed once.
     return explanation, list(dict.fromkeys(str(call.program()) for call in calls))

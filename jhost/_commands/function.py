@@ -100,6 +100,7 @@ def given_function(
 
     If it `runs`, the devices of `--mesh` have to be there.
     """
+    # Before the module is imported: JAX makes the devices of a CPU when it starts.
     needed = math.prod((arguments.mesh or {}).values())
     with contextlib.suppress(RuntimeError):  # JAX has started: there are what there are
         ask_for_cpu_devices(arguments.devices or max(needed, DEVICES))
@@ -111,6 +112,7 @@ def given_function(
     if not callable(function):
         parser.error(f"{arguments.function} is no function")
     options = _options(arguments)
+    # A plain function may call several jhost functions, each with its own settings.
     if options and not isinstance(function, JitFunction):
         names = " and ".join(f"--{name}" for name in options)
         parser.error(f"{arguments.function} is no jhost function: leave out {names}")
@@ -160,7 +162,9 @@ def _array(leaf: Any, key: Any) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        # Integers may be indices, and 0 is one of every array.
         return jnp.zeros(leaf.shape, leaf.dtype)
+    # Drawn, because GPUs take less power for equal elements than in real work.
     return jax.random.normal(key, leaf.shape).astype(leaf.dtype)
 
 
@@ -192,6 +196,7 @@ def axes(text: str) -> dict[str, int]:
 
 
 def _chunks(text: str) -> int | str:
+    # As it is: `jhost.jit` has the word too.
     return text if text == "auto" else count(text)
 
 

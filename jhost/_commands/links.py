@@ -16,6 +16,7 @@ from jhost.lowering.ir.reach import WHERE, between_processes, laid_better
 from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, devices_of
 
+# Large enough that latency does not count, small enough for any GPU.
 _LINK_BYTES = 64 << 20
 _SLOW_LINK = 40e9
 """Bytes a second; PCIe of the fifth generation gives more, and host memory less."""
@@ -32,6 +33,7 @@ def examine_links(report: Report, devices: list[Any], here: Devices) -> None:
         for device in local[1:]
     }
     times = take_turns(copies, rounds=3)
+    # The fastest of three: what else goes over a link only slows a copy.
     rates = {name: _LINK_BYTES / min(each) for name, each in times.items()}
     report.facts["links"] = {
         name: f"{bytes_text(int(rate))}/s" for name, rate in rates.items()

@@ -45,6 +45,8 @@ def loaded(name: str) -> Any:
             raise  # the module is there, and what it needs is not
         raise NotThereError(f"there is no module {module!r}") from error
     except ValueError as error:
+        # How `jax.make_mesh` begins it (JAX 0.10 to 0.12); other errors are the
+        # module's own.
         if not str(error).startswith("Number of devices"):
             raise
         raise NotThereError(

@@ -40,6 +40,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     function, args, options = given_to_run(parser, arguments)
     try:
         report = profile(function.with_options(**options), *arrays(args))
+        # First of all: if the file cannot be written, the calls were not in vain.
         print(report)
         if arguments.save:
             report.save(arguments.save)

@@ -32,6 +32,6 @@ def cached(
     """`functools.lru_cache` of that size that `jax.clear_caches` empties.
 
     With `by_context` the results also depend on the ambient mesh, x64 mode and so on,
-    as those of tracing do.
+    as tracing does.
     """
     return util.cache(size, trace_context_in_key=by_context)

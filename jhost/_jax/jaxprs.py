@@ -139,7 +139,7 @@ def _holds_wide(jaxpr: Any) -> bool:
 
 
 def makes_threefry_keys(keys: Atom) -> bool:
-    """Whether keys are those of JAX's threefry generator, where each key is by itself.
+    """Whether keys are of JAX's threefry generator, which draws for each key by itself.
 
     For a batch of other keys, JAX may draw all numbers from the first one.
     """

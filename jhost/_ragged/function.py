@@ -70,6 +70,7 @@ def ragged_dot(
         raise errors.OperandsError(
             "jhost.ragged_dot got arrays that do not fit together.", offenders
         )
+    # `jax.lax.ragged_dot` promotes as well; kernels have operands of one dtype.
     dtype = jnp.promote_types(arrays[0].dtype, arrays[1].dtype)
     arrays[:2] = (x.astype(dtype) for x in arrays[:2])
     if precision is None:
@@ -77,6 +78,7 @@ def ragged_dot(
     if preferred_element_type is not None:
         preferred_element_type = np.dtype(preferred_element_type)
     if isinstance(precision, list):
+        # Params have to be hashable.
         precision = tuple(precision)
     lhs, rhs, sizes = varying_alike(arrays)
     (made,) = multiplied(lhs, rhs, sizes, "rows", precision, preferred_element_type)
@@ -89,6 +91,7 @@ def _offenders(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Iterator[str
             yield f"{name} has shape {x.shape}, but needs the dims {', '.join(dims)}"
     if not jnp.issubdtype(sizes.dtype, np.integer):
         yield f"group_sizes is {sizes.dtype}, but rows are counted by integers"
+    # Sizes are only compared where all arrays have the dims that are named.
     if (lhs.ndim, rhs.ndim, sizes.ndim) != (2, 3, 1):
         return
     if lhs.shape[1] != rhs.shape[1]:

@@ -113,13 +113,14 @@ def _rows(
 
 
 def _tiles(sizes: jax.Array, rows: int) -> jax.Array:
-    """Of each tile its group, where its rows begin, and where those of its group end.
+    """For each tile: its group, where its rows begin, and where the group's rows end.
 
     `[3, tiles]`; rows behind all groups are one more group, which has the tiles that
     are left over as well.
     """
     starts, ends = _spans(jnp.append(sizes.astype(np.int32), rows), rows)
     last = jnp.cumsum(-(-(ends - starts) // _ROWS))
+    # Grids are static: each group may end with a tile that is not full.
     count = rows // _ROWS + len(ends)
     tile = jnp.arange(count, dtype=np.int32)
     group = jnp.sum(tile[:, None] >= last, 1, dtype=np.int32)
@@ -138,6 +139,7 @@ def _rows_kernel(
     @pl.when(start < end)
     def _() -> None:
         rows, in_rows = pl.ds(start, _ROWS), _inside(start, _ROWS, end)
+        # Rows behind all groups have no matrix, and take no step of the loop below.
         matrix = jnp.minimum(group, groups - 1)
 
         def add(step: Any, total: Any) -> Any:
@@ -191,6 +193,7 @@ def _sums_kernel(spans: Any, lhs: Any, rhs: Any, out: Any, *, precision: Any) ->
 
 def _depth(x: Any) -> int:
     """How many elements are contracted at a time."""
+    # So a tile of either operand has 16 KiB, and three stages of both have 96.
     return 128 // x.dtype.itemsize
 
 
@@ -234,5 +237,6 @@ def _dot(x: Any, y: Any, of_x: int, of_y: int, precision: Any) -> Any:
         y,
         (((of_x,), (of_y,)), ((), ())),
         precision=precision,
+        # Sums are float32, as those of XLA are.
         preferred_element_type=np.float32,
     )

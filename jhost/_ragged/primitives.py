@@ -44,6 +44,7 @@ def multiplied(
 
     One of them may be a cotangent, and wider.
     """
+    # A user may have set "strict", which mixes no dtypes.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     return ragged_dot_p.bind(
@@ -78,6 +79,7 @@ def _transpose(
     preferred_element_type: Any,
 ) -> list[Any]:
     (cotangent,) = cotangents
+    # Each form is linear in either operand, and each transpose is another form.
     operands: tuple[Any, Any, Form]
     match form, lhs is None:
         case "rows", True:

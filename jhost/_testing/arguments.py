@@ -27,11 +27,13 @@ def check_tolerance(function: str, tolerance: Any) -> None:
     """Refuses what is no number of at least 0, or None."""
     if tolerance is None:
         return
+    # A bool is an int in Python.
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
         raise errors.ArgumentError(
             f"jhost.testing.{function} takes a number as tolerance, but got "
             f"{tolerance!r}."
         )
+    # Written so that a NaN is refused as well.
     if not tolerance >= 0:
         raise errors.OptionError(
             f"jhost.testing.{function} got tolerance={tolerance!r}; it needs at least "
@@ -44,6 +46,7 @@ def check_several(**given: Any) -> None:
     for name, values in given.items():
         if values is None:
             continue
+        # A text is a sequence too, of letters.
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise errors.ArgumentError(
                 f"jhost.testing.assert_equals_plain takes a list as {name}, but got "

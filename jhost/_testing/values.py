@@ -30,6 +30,7 @@ from jhost.runtime.mesh import automatic, mesh_text
 def compare(given: Any, wanted: Any, tolerance: float | None) -> None:
     """`jhost.testing.assert_close`, of arguments that are checked."""
     given, wanted = _arrays("given", given), _arrays("wanted", wanted)
+    # Shapes and dtypes first: values that broadcast must not be equal.
     chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
     problems = beyond_tolerance(given, wanted, tolerance)
     if problems:
@@ -71,6 +72,7 @@ class Case:
         mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
+            # Once: it is the same for all pipelines.
             self.wanted = self.results(f.__wrapped__, jax.jit, automatic)
 
     def results(
@@ -94,6 +96,7 @@ class Case:
             PipelineError: no stream can have it; that of one device, none has.
         """
         call = call_of(f.__jhost_source__, self.args, self.kwargs)
+        # As JAX derives programs: what no mark can have is a remark, and no error.
         program = derived_program(call.call_jaxpr, call.config)
         remarks = displayed_remarks(program)
         streams = [each for each in remarks if isinstance(each, StreamReport)]
@@ -107,8 +110,9 @@ class Case:
             )
 
     def problems(self, pipeline: Pipeline, tolerance: float | None) -> list[str]:
-        """What is different with a pipeline, a line each."""
+        """The differences with a pipeline, a line each."""
         f = self.f.with_options(pipeline=pipeline)
+        # If no stream has the pipeline, the comparison would pass and say nothing.
         self.check_some_have(f, pipeline)
         given = self.results(f, _as_it_is, _as_it_is)
         where = f"pipeline={pipeline!r} on {self.mesh and mesh_text(self.mesh)}"

@@ -46,6 +46,7 @@ def calls_of(
     return {
         name: Call(
             call.call_jaxpr,
+            # With a tuning, marks would have no open choice left.
             dataclasses.replace(call.config, mesh=mesh, tunings=()),
             tuple(map(automatic, call.operands)),
         )
@@ -81,6 +82,7 @@ def _gradient_calls(
 ) -> list[Call]:
     """What the gradients of `f` call where all arrays are traced."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+    # Other leaves stay what they are: a static argument has to be known.
     arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
     def gradients(*values: Any) -> Any:
@@ -152,6 +154,7 @@ def _cotangent(result: Any) -> Any:
     if _is_inexact(result):
         integers = jnp.arange(result.size, dtype=jnp.int32) % 5 - 2
         return integers.reshape(result.shape).astype(result.dtype)
+    # JAX has this dtype for cotangents of what has no derivative.
     return np.zeros(result.shape, jax.dtypes.float0)
 
 
@@ -164,6 +167,8 @@ def _recorded(fun: Callable[..., Any], args: Sequence[Any]) -> list[Call]:
     return [
         Call(
             eqn.params["call_jaxpr"],
+            # Compiled alone it can have XLA options, as inside an outer program it
+            # cannot.
             dataclasses.replace(eqn.params["config"], embedded=False),
             tuple(itertools.islice(values, len(eqn.invars))),
         )

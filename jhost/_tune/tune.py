@@ -91,6 +91,7 @@ def tune(
     check_kwargs("tune", kwargs)
     _check_rounds(rounds)
     _check_arrays(args, kwargs or {})
+    # GPUs take less power for equal elements, so `jnp.ones` would be timed too fast.
     args, kwargs = drawn(args, kwargs or {}) if draw else (args, kwargs)
     calls = calls_of(f, args, kwargs or {}, gradients=gradients)
     primal = calls[f.__name__]
@@ -118,6 +119,7 @@ def tune(
     tuning = Tuning(
         function=f.__name__, environment=key.environment, programs=tuple(programs)
     )
+    # Only process 0 reads the folder, so only it has to write there.
     if cache and jax.process_index() == 0:
         _tuning_cache.store(key, tuning)
     if progress and not steps and jax.process_index() == 0:
@@ -156,6 +158,7 @@ def _kept(key: _tuning_cache.CacheKey) -> Tuning | None:
     if jax.process_count() == 1:
         return found
     text = b"" if found is None else found.to_json().encode()
+    # The size goes first: all processes have to give arrays of one shape.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     padded = np.frombuffer(text[:size].ljust(size), np.uint8)
     text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8))

@@ -92,11 +92,13 @@ class Tuner:
     def plain(self) -> Any:
         """The results without jhost: marks are the identity then."""
         jaxpr, _, operands = self.call
+        # By `jax.jit` alone: a candidate must not be compared with jhost itself.
         return jax.jit(lambda *operands: evaluate(jaxpr, operands))(*operands)
 
     def tuned_stream(self, numbers: tuple[int, ...], wanted: Any) -> TunedStream:
         """Measures the candidates for some marks alike, and settles on the best."""
         program, chooser = self.plan.program, self.plan.passes.choice
+        # One stream after the other: all combinations would be a product of counts.
         mark = open_marks(program)[numbers[0]]
         evaluation = chooser.evaluation(program, self.marks, numbers)
         outcomes = evaluation.measurable(mark)
@@ -128,6 +130,8 @@ class Tuner:
             given = None
             run, said = _attempted(functools.partial(self.runner, outcome))
             if run is not None:
+                # What compiles may still need too much memory, so it runs once before
+                # it is timed.
                 given, said = _attempted(run)
             if run is None or given is None:
                 left_out.append(left_out_text(outcome.text, said))
@@ -143,6 +147,7 @@ class Tuner:
         program, config = self.plan.finish(outcome.program), self.call.config
         operands = _placed(self.call.operands, program, config.mesh)
         function = jitted(program, config, self.call.call_jaxpr)
+        # Ahead of time, so that no round has a compilation in it.
         compiled = function.lower(*operands).compile()
         return lambda: compiled(*operands)
 
@@ -156,6 +161,7 @@ class Tuner:
             before_round=lambda n: self.bar.step(f"{self.name}: round {n + 1}"),
         )
         measured = [
+            # By the slowest process, so that all processes choose alike.
             _candidate(each.outcome, _slowest(times[each.outcome.text]).tolist())
             for each in ready
         ]
@@ -170,6 +176,7 @@ def _attempted(do: Callable[[], T]) -> tuple[T | None, str]:
         result = jax.block_until_ready(do())
     except Exception as error:  # too much memory, say: other candidates may do
         said = first_line(error)
+    # All processes drop it, or its collectives would wait for one that did.
     failed = bool(_slowest([result is None])[0])
     return (None if failed else result), said
 

@@ -127,6 +127,8 @@ class CopiedHeads:
 
     def __call__(self, arrays: Sequence[Any], **more: Any) -> tuple[Any, ...]:
         """Takes tokens, a kernel `(features, heads, head)` and a bias or None."""
+        # flax calls this before it multiplies.  So heads are copied in the program, and
+        # parameters stay as flax made them.
         inputs, kernel, bias = self.promote_dtype(arrays, **more)
         return inputs, self.copied(kernel), None if bias is None else self.copied(bias)
 

@@ -71,6 +71,7 @@ class TransformerBlock(nnx.Module):
             features,
             num_kv_heads=num_kv_heads,
             rope_theta=rope_theta,
+            # As Llama has none; `attention=` may ask for them.
             **{"use_bias": False, **options, **(attention or {})},
             **spread,
         )
@@ -90,6 +91,8 @@ class TransformerBlock(nnx.Module):
             `x` and the parameters if `dtype` is None.
         """
         if self.sequence_parallel:
+            # The sum goes on sharded, so each device normalizes its part.  Batch dims
+            # lie as the program around has them.
             free = [P.UNCONSTRAINED] * (x.ndim - 2)
             x = shard(x, P(*free, self.mesh_axis, None))
         x = x + self.attention(self.attention_norm(x), is_causal=True)

@@ -29,6 +29,7 @@ def dispatch(
     their weights `[t, k]`, in whose dtype is summed.
     """
     tokens, each = chosen.shape
+    # Stable, so that the sums of a kernel's gradient have one order.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     counts = jnp.bincount(chosen.reshape(-1), length=count)
     rows = _in_order(experts, jnp.repeat(x, each, 0), counts, order)
@@ -47,6 +48,8 @@ def on_their_devices(experts: Experts, axis: str, most: int) -> Experts:
     def apply(rows: jax.Array, counts: jax.Array) -> jax.Array:
         devices = lax.axis_size(axis)
         # From each device, to each device, for each of its experts.
+        # All counts on all devices: each has to know where its rows begin at the
+        # others.
         counts = lax.all_gather(counts, axis).reshape(devices, devices, -1)
         here = counts[:, lax.axis_index(axis)]
         moved = jnp.sum(counts, -1)

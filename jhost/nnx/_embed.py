@@ -89,6 +89,7 @@ class ParallelEmbed(nnx.Embed):
             (query, self.embedding[...]), dtype=self.dtype
         )
         dims = ((query.ndim - 1,), (1,)), ((), ())
+        # The table serves as the kernel, contracted along its features.
         dot = ColumnParallelDot(self.mesh_axis, self.sequence_parallel)
         return dot(query, embedding, dims, out_sharding=out_sharding)
 

@@ -105,6 +105,7 @@ def mark_columns(
     layer: Any, mesh_axis: str, sequence_parallel: bool, kernel: P | None = None
 ) -> None:
     """Marks in the layer's own `dot_general`."""
+    # Around the layer's own: it may be the user's, such as one of FP8.
     layer.dot_general = ColumnParallelDot(
         mesh_axis, sequence_parallel, kernel, layer.dot_general or lax.dot_general
     )

@@ -22,7 +22,10 @@ from jhost.nnx._params import annotated, check_divides
 
 _router_init = nnx.initializers.lecun_normal()
 _kernel_init = jax.nn.initializers.lecun_normal(
-    in_axis=-2, out_axis=-1, batch_axis=(0,)
+    # Each expert is a matrix of its own: fans are those of one.
+    in_axis=-2,
+    out_axis=-1,
+    batch_axis=(0,),
 )
 
 
@@ -145,6 +148,7 @@ class MoE(nnx.Module):
             DivisibilityError: the mesh axes do not divide the tokens.
             DimError: `x` has no sequence.
         """
+        # The softmax is over all experts, and `normalize` divides by what was chosen.
         weights, chosen = lax.top_k(self._probabilities(x), self.top_k)
         if self.normalize:
             weights = weights / jnp.sum(weights, -1, keepdims=True)
@@ -187,6 +191,7 @@ class MoE(nnx.Module):
 
     def _probabilities(self, x: jax.Array) -> jax.Array:
         router = self.router[...]
+        # Near ties decide where a token goes: no TF32, which GPUs take by default.
         logits = jnp.matmul(x.astype(router.dtype), router, precision="highest")
         return jax.nn.softmax(logits)
 
@@ -215,6 +220,8 @@ class MoE(nnx.Module):
         tokens, chosen, weights = parts
         work = experts
         if axis is not None:
+            # A token has at most one row for each expert here.  Shapes are static, so
+            # there is room for the worst case.
             most = len(tokens) * min(self.top_k, len(up))
             work = on_their_devices(experts, axis, most)
         done = dispatch(tokens, chosen, weights, self.num_experts, work)

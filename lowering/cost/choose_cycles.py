@@ -73,7 +73,7 @@ class ChooseCycles(EachProgram):
     moves_work: bool = True
     """Whether work may be late as well."""
     decided: Shared[_Decision] | None = None
-    """What was decided for other programs that have the same scans; None decides anew.
+    """Decisions for other programs that have the same scans; None decides anew.
 
     Candidates of pipelines share the scans that their marks do not stand in.
     """
@@ -130,7 +130,7 @@ class ChooseCycles(EachProgram):
             yield cycle
 
     def decision(self, moved: Cycle | Once) -> _Decision:
-        """What was decided about the same transfers of a scan, or a new decision."""
+        """The earlier decision about the same transfers of a scan, or a new one."""
         known = [] if self.decided is None else self.decided.of(moved.scan.body)
         for each in known:
             if each.is_of(moved):

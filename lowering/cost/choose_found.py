@@ -164,7 +164,7 @@ class FoundStreamsChoice:
         return evaluation.evaluate(_as(stream.marks[0][0], way))
 
     def marks(self, program: Program) -> list[Mark]:
-        """The marks of a program with what was chosen; the others ask for nothing."""
+        """The marks of a program with their choices; the others ask for nothing."""
         return [
             _as(mark, self.chosen.get(mark.numbers))
             if isinstance(mark, StreamChoice)
@@ -175,7 +175,7 @@ class FoundStreamsChoice:
     def asked(
         self, marks: Sequence[Sequence[StreamChoice]]
     ) -> list[Sequence[StreamChoice]]:
-        """Marks of some programs with what was chosen; none where no loop gains."""
+        """Marks of some programs with their choices; none where no loop gains."""
         asked = [[_as(m, self.chosen.get(m.numbers)) for m in own] for own in marks]
         return [[] if all(m.unpipelined for m in own) else own for own in asked]
 

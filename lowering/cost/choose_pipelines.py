@@ -56,7 +56,7 @@ class ChoosePipelines:
         marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones, sections = open_marks(program), Sections(program)
         predictions: Predictions = []
-        # Each group is evaluated with what was chosen for the groups before it.
+        # Each group is evaluated with the choices for the groups before it.
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:

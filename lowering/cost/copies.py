@@ -104,7 +104,7 @@ def is_transposed(stmt: ir.Communicate) -> tuple[bool, bool]:
     """Whether XLA transposes what an all-to-all sends, and what it receives.
 
     An all-to-all sends and receives parts that lie one behind the other in memory.
-    Only parts of the major dim do, so XLA transposes those of another dim.
+    Only parts of the major dim do, so XLA transposes parts of another dim.
     """
     if stmt.kind != "AllToAll":
         return False, False

@@ -110,7 +110,7 @@ class FindStreams:
         streams: Sequence[FoundStream],
         rates: Rates,
     ) -> FoundStreamsChoice:
-        """What is best for each stream; `plain` is laid out for none of them."""
+        """The best choice for each stream; `plain` is laid out for none of them."""
         with_loops, without = (
             Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
             for each in (looped, plain)

@@ -129,7 +129,7 @@ class Measurements:
 
 
 def fitted(measured: Measurements, start: Rates) -> Rates:
-    """The `measured` rates; a rate that was not measured is that of `start`."""
+    """The `measured` rates; a rate that was not measured comes from `start`."""
     rates = dataclasses.replace(
         start,
         multiprocessors=measured.multiprocessors,

@@ -237,7 +237,7 @@ class _UnitKernels:
         return found | self.touched(found)
 
     def touched(self, sizes: Mapping[int, int]) -> dict[int, int]:
-        """The bytes of what is read or written in one part of it, at a place."""
+        """The bytes of values of which one part is read or written, at a place."""
         read = dict[int, int]()
         written = dict[int, int]()
         whole = set[int]()
@@ -246,7 +246,7 @@ class _UnitKernels:
             if eqn.primitive is lax.dynamic_slice_p:
                 read[first] = read.get(first, 0) + sizes[id(eqn.outvars[0])]
             elif eqn.primitive is lax.dynamic_update_slice_p:
-                # In place, as XLA does it where nothing reads what was there before.
+                # In place, as XLA does it where nothing reads the old contents.
                 read.setdefault(first, 0)
                 written[id(eqn.outvars[0])] = sizes.get(rest[0], 0)
             else:

@@ -69,7 +69,7 @@ class _Made:
         return made
 
     def remarks(self, program: Program) -> tuple[Remark, ...] | None:
-        """The program's remarks and those of the pass; None if it dropped some."""
+        """The program's remarks and the pass's own; None if it dropped some."""
         before, after = self.before.remarks, self.after.remarks
         if before == program.remarks:
             return after

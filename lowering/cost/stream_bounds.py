@@ -51,7 +51,7 @@ class StreamBounds:
     def streams_of(
         self, program: Program, carried: Mapping[str, str] | None
     ) -> list[FoundStream]:
-        """Those of one program, or of a body that hands on values to itself."""
+        """The streams of one program, or of a body that hands on values to itself."""
         if not any(map(self.may_hide, program.body)):
             return []
         graph, mesh = graph_of(program), dict(program.mesh.shape)

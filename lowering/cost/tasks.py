@@ -34,7 +34,7 @@ from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Prediction
-from jhost.lowering.ir.stages import set_aside, turns
+from jhost.lowering.ir.stages import set_aside, stage_runs
 from jhost.lowering.ir.transfers import received_bytes
 
 
@@ -195,15 +195,15 @@ class _Unrolled(Machine):
         # iteration keeps its own names here.
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
-        for turn in turns(loop):
-            i = self.at[LoopIndex(loop.index)] = turn.iteration
+        for stage in stage_runs(loop):
+            i = self.at[LoopIndex(loop.index)] = stage.iteration
             aliases, writers, in_flight = own[i]
             with (
                 set_aside(self.writers.aliases, aliases),
                 set_aside(self.writers.by_buffer, writers),
                 set_aside(self.in_flight, in_flight),
             ):
-                self.run(turn.body)
+                self.run(stage.body)
         self.depth -= 1
 
     def control_flow(self, stmt: ir.ControlFlow) -> None:

@@ -1,7 +1,7 @@
 """Buffers and aliases while a program is emitted: functional values, few copies.
 
 A buffer that is written chunk by chunk is a list of pieces, put together when it is
-first read whole.  A read of exactly what was written gives the value that was written.
+first read whole.  A read of exactly the written part gives the written value.
 """
 
 from __future__ import annotations

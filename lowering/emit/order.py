@@ -157,7 +157,7 @@ class Order:
         self.join(ended.results)
 
     def synchronize(self, stream: StreamKey) -> None:
-        """The current stream goes on when what is on `stream` has ended.
+        """The current stream goes on when the work on `stream` has ended.
 
         Behind a loop that is its last computation.  Were it the last transfer, XLA
         would issue those of the next loop before it is waited for, and make it

@@ -31,7 +31,7 @@ from jhost.lowering.ir.accumulate import accumulators, combine
 from jhost.lowering.ir.machine import refuse_reshard
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.ir.stages import Turn, set_aside, turns
+from jhost.lowering.ir.stages import StageRun, set_aside, stage_runs
 from jhost.lowering.units.evaluate import evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -138,8 +138,8 @@ class _Emitter(Views):
     def operand(self, buffer: ir.Buffer) -> Any:
         """The value of a buffer that a computation reads.
 
-        What came is read, and put in place, behind the work beside its transfer.  Else
-        XLA would wait for the transfer before that work.
+        A received value is read, and put in its place, behind the work beside its
+        transfer.  Otherwise XLA would wait for the transfer before that work.
         """
         view = self.views[buffer.name]
         if view.source is None and view.memory.received:
@@ -162,9 +162,9 @@ class _Emitter(Views):
         for memory in placed:
             memory.base = next(tied_values)
         ins = self.order.leaving(ins)
-        # Not widened here: XLA then writes what is narrow, and widens it where it adds.
-        # With this, ring attention over 32,768 tokens on two devices moves 0.4 GB to
-        # combine its chunks, and 1.5 without.
+        # Not widened here: XLA then writes the narrow values, and widens them where it
+        # adds.  With this, ring attention over 32,768 tokens on two devices moves 0.4
+        # GB to combine its chunks, and 1.5 without.
         # No body stands in a loop over chunks.
         products = [] if self.order.depth else products_of(stmt.unit)
         kept = [var for _, var in products]
@@ -197,7 +197,7 @@ class _Emitter(Views):
         return memory.received or (chunk and not memory.pieces)
 
     def placed_at_once(self, outs: Sequence[ir.Buffer]) -> list[Memory]:
-        """The memories of which a device's rank says which part `outs` are.
+        """The memories that hold `outs` at a place that depends on the device.
 
         Their parts go in by copies, and each copy had better come before the next step,
         which may have to wait for a transfer, than after the last one.
@@ -251,19 +251,19 @@ class _Emitter(Views):
         # across iterations.
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
-        for turn in turns(stmt):
-            with self.iteration(stmt, turn.iteration):
-                self.turn(turn, own[turn.iteration])
+        for stage in stage_runs(stmt):
+            with self.iteration(stmt, stage.iteration):
+                self.stage(stage, own[stage.iteration])
         self.order.depth -= 1
         if outermost:
             self.made = frozenset()
 
-    def turn(self, turn: Turn, own: _Own) -> None:
+    def stage(self, stage: StageRun, own: _Own) -> None:
         """A stage of an iteration, which has `own` from the stages before it."""
         in_flight = self.order.in_flight
         with set_aside(self.views, own.views), set_aside(in_flight, own.in_flight):
-            self.body(turn.body)
-        if turn.last:
+            self.body(stage.body)
+        if stage.last:
             in_flight.update(own.in_flight)
 
     def kept_beyond(self, stmt: ir.ControlFlow) -> list[Any]:

@@ -39,8 +39,8 @@ def tied(
     """
     waiting = set(made)
     every = frozenset(range(len(unit.invars)))
-    # A matmul with no operand that waits could run in any step's place, and XLA would
-    # merge it with those of other steps.
+    # If no operand of a matmul waits, it could run in any step's place, and XLA would
+    # merge it with the matmuls of other steps.
     for reads in _contractions(unit) or [every]:
         if waiting.isdisjoint(reads):
             waiting |= (parts & reads) or reads

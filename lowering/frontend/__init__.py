@@ -1,1 +1,1 @@
-"""From a jaxpr to a program; what is refused before."""
+"""From a jaxpr to a program; refusals come before."""

@@ -1,6 +1,6 @@
 """From a flat jaxpr to the first Host IR program: a statement an equation.
 
-The program is that of one device, with global shapes.  `jhost.stream`, `jhost.serial`
+The program is for one device, with global shapes.  `jhost.stream`, `jhost.serial`
 and `jhost.shard` leave it as marks on buffers, which later passes take up.
 """
 
@@ -56,7 +56,7 @@ def build(
     is_body: bool = False,
     flatten: Flatten = inline_calls,
 ) -> Program:
-    """The straight-line program of `flat`, with its marks, and those of its bodies.
+    """The straight-line program of `flat`, with its marks and the marks of its bodies.
 
     `flatten` gives the equations of a body.  `display_names` are what messages call the
     values; without them, the same names.

@@ -119,7 +119,7 @@ class _Inliner:
         literals = [Literal(const, var.aval) for const, var in pairs]
 
         def equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-            # JAX traces what is called once, for all lines that call it.
+            # JAX traces a called function once, for all lines that call it.
             return self.equation(at_line_of(eqn, call) if call else eqn, args)
 
         return evaluate_by(
@@ -224,7 +224,7 @@ def _with_own_settings(body: Any, config: Any) -> Any:
 
 
 def _comes_apart(eqn: JaxprEqn) -> bool:
-    """Whether it is a barrier of several operands, each of which has a result."""
+    """Whether it is a barrier of several operands, with a result for each."""
     if not is_barrier(eqn):
         return False
     return len(eqn.invars) == len(eqn.outvars) > 1  # references have no results

@@ -28,7 +28,7 @@ from jhost.lowering.ir.requests import merge_marks
 
 
 class Markers(Values):
-    """Values with their marks, and what is wrong with these."""
+    """Values with their marks, and the problems of these marks."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Markers(Values):
         """The program with marks for the shardings of parameters and results."""
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
+            # Only a `NamedSharding` names axes, which layouts are made of.
             text = f"a sharding constraint is no NamedSharding: {sharding}"
             self.remarks.append(Note(form=text, where=source_line(eqn)))
             return self.operand(eqn)

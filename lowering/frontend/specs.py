@@ -74,13 +74,15 @@ def _check_sizes(
 def raise_problems(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> None:
     """Raise one error for all `problems`, each with the name of its value.
 
-    The class is that of the first; problems of other classes are listed as well.
+    The first problem decides the class; problems of other classes are listed as well.
     """
     if problems:
         _raise(what, problems)
 
 
 def _raise(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> NoReturn:
+    # One class, as an exception has one.  Whoever catches it sees all the others
+    # listed.
     kind = problems[0][1][0]
     offenders = [f"{name}: {text}" for name, (_, text) in problems]
     raise kind(f"{what} cannot be laid out as asked. {_HELP[kind]}", offenders)

@@ -248,7 +248,7 @@ def assigned(position: Position) -> str | None:
 
 
 class _Parsed(NamedTuple):
-    """The variables of a module by what is assigned to them, and its expressions."""
+    """The expressions of a module, and its variables by what sets them."""
 
     assigned: Mapping[SourceSpan, str]
     expressions: Mapping[SourceSpan, ast.expr]

@@ -74,6 +74,8 @@ class Values:
         results: list[ir.Buffer] = []
         for var, name in zip(outvars, names, strict=True):
             buffer = self.buffers[var]
+            # JAX may return a parameter, or one value twice.  Each result has its own
+            # memory.
             if buffer.name in self.taken:
                 buffer = self.set(buffer, var, name)
             self.taken.add(buffer.name)
@@ -104,7 +106,7 @@ class Values:
     def name_result(self, var: Var, name: str) -> None:
         """Calls what control flow makes as its body does, unless the user has a name.
 
-        So is what is made of it further on.
+        So are the values that are made of it further on.
         """
         if self.value_names.of_user(var) is None:
             self.value_names.known[var] = name

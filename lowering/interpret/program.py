@@ -32,7 +32,7 @@ from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.machine import Machine, refuse_reshard, stream_key_text
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.stages import set_aside, turns
+from jhost.lowering.ir.stages import set_aside, stage_runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,15 +225,15 @@ class _Interpreter(Machine):
         """Run the stages of all iterations; an iteration's names end with it."""
         own = [_Iteration() for _ in range(stmt.extent)]
         self.iterations += own
-        for turn in turns(stmt):
-            made = own[turn.iteration]
+        for stage in stage_runs(stmt):
+            made = own[stage.iteration]
             with (
-                self.iteration(stmt, turn.iteration),
+                self.iteration(stmt, stage.iteration),
                 set_aside(self.memories, made.memories),
                 set_aside(self.aliases, made.aliases),
             ):
-                self.body(turn.body)
-            if turn.last:
+                self.body(stage.body)
+            if stage.last:
                 self.iterations.remove(made)
 
     def control_flow(self, stmt: ir.ControlFlow) -> None:

@@ -1,1 +1,1 @@
-"""The grammar of Host IR programs, and what is asked of them."""
+"""The grammar of Host IR programs, and questions about them."""

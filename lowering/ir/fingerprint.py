@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 def fingerprint(program: Program) -> str:
     """All that a program does, in 32 hexadecimal digits; its name does not count."""
     text = "\n".join(fingerprint_lines(program))
-    # 128 bits, of which no two programs of a file of tunings have the same.
+    # 128 bits: enough for all programs in a file of tunings to differ.
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -24,7 +24,7 @@ class Program:
     `streamed` has the dims that pipelines will cut, by value, as planned before values
     had layouts (`layouts/hidden_dims.py`).
     `display_names` has what the user calls values, by buffer; texts do not say it.
-    `derived` has what was found out about the program (`ir/derived.py`).
+    `derived` has facts that were found out about the program (`ir/derived.py`).
     """
 
     name: str

@@ -33,7 +33,14 @@ class Note:
 class LayoutReport:
     """A value that changes its layout, and why.
 
-    `bytes` is what each device receives; a later pass may find a cheaper way.
+    Attributes:
+        value: the user's name of the value.
+        before: its layout before, as a spec; or over which axes it is a partial sum.
+        after: its layout behind the change, as a spec.
+        bytes: the bytes that each device receives; a later pass may find a cheaper way.
+        reason: the operation that needs the change, and what the alternative moves.
+        text: all of this in one row.
+        where: the user's line.
     """
 
     value: str
@@ -50,16 +57,24 @@ class LayoutReport:
 
 @node
 class StreamReport(OnLines):
-    """One stream: what was asked for, what was chosen, and why.
+    """What became of one stream, and why.
 
-    `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
-    number of steps that could be cut.  A loop in which nothing `moves` saves memory at
-    most.  `predicted` has each choice that was weighed, with the seconds that the
-    program, body or layer around would take; the best is first.  If the stream follows
-    a `jhost.Tuning`, `measured` has each choice with the seconds that it took; the
-    chosen one is first.  `lines` are the user's, of all marks that make up the stream,
-    or of the products in one that jhost `found`.  `fewer` says so where it has fewer
-    chunks than the user asked for.
+    Attributes:
+        lines: the user's lines, of all marks that make up the stream, or of the
+            products in a stream that jhost found.
+        stream: its name in the text of the program.
+        axis: the dim of the marked value.
+        pipeline: "off" if it was not pipelined.
+        chunks: the number of chunks; 1 if it was not pipelined.
+        extent: the number of steps that could be cut.
+        reason: who asked for this choice, or the predictions that led to it.
+        predicted: the name of each choice that was weighed, with the seconds that the
+            program, body or layer around it would take; the best is first.
+        measured: the name of each choice in a `jhost.Tuning` that the stream follows,
+            with the seconds that it took; the chosen one is first.
+        moves: whether anything moves in the loop.  If not, it saves memory at most.
+        fewer: why there are fewer chunks than the user asked for; "" if there are not.
+        found: whether jhost found the stream, with no mark.
     """
 
     stream: str
@@ -97,8 +112,10 @@ class StreamReport(OnLines):
 class LeftStream(OnLines):
     """A stream that jhost found and left: no loop is predicted to gain enough.
 
-    `predicted` has the seconds without a loop, and then those of each loop that was
-    weighed; it has no loop if there was too little to gain from any.
+    Attributes:
+        lines: the user's lines, of the products in the stream.
+        predicted: the seconds without a loop, and then the seconds with each loop that
+            was weighed.  If no loop could gain enough, none was weighed.
     """
 
     predicted: tuple[tuple[str, float], ...] = ()
@@ -135,8 +152,13 @@ class UnmetWish:
 class ReplicationReport:
     """Work that every device repeats, on operands that were spread over the devices.
 
-    `bytes` is what each device receives of all operands, and `flops` is what each
-    device computes.
+    Attributes:
+        primitive: JAX's name of the operation.
+        values: the user's names of the operands.
+        reason: why no device can do a part of the work.
+        bytes: the bytes that each device receives of all operands.
+        flops: the floating-point operations of each device.
+        where: the user's line.
     """
 
     primitive: str
@@ -158,8 +180,12 @@ class ReplicationReport:
 class Prediction:
     """What one run of a program takes on each device, in seconds.
 
-    `total` is at least `compute` and `host`; the part of `total` above
-    `compute` is exposed communication.
+    Attributes:
+        total: the whole run, at least `compute` and `host`.  The part of it above
+            `compute` is exposed communication.
+        compute: all kernels but those of transfers.
+        communication: all transfers, hidden and exposed ones.
+        host: what the host takes to launch everything.
     """
 
     total: float = 0.0

@@ -92,7 +92,7 @@ def stream_choices(program: Program) -> list[StreamChoice]:
 
 
 def without_stream_choices(program: Program) -> Program:
-    """The same without them, but with those of its bodies."""
+    """The same without these marks, but with the marks of its bodies."""
     marks = tuple(m for m in program.marks if not isinstance(m, StreamChoice))
     same = len(marks) == len(program.marks)
     return program if same else dataclasses.replace(program, marks=marks)
@@ -138,7 +138,7 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
         if all(wish in mark.wished for mark in saying):
             wished.append(wish)
     lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
-    # The reason for a choice goes with what was chosen.
+    # The reason for a choice goes with the choice.
     pair = (one, other)
     says = next((m for m in pair if any(_asked(m, wish) for wish in WISHES)), one)
     if isinstance(says, StreamChoice):
@@ -197,7 +197,7 @@ def open_marks(program: Program) -> dict[int, StreamChoice]:
 
 
 def marks_alike(program: Program) -> list[tuple[int, ...]]:
-    """The open marks by number; those of equal values made on one line go together.
+    """The open marks by number; marks of equal values that one line makes go together.
 
     So the layers of a model, written one after another by a loop, have one choice.  A
     body's marks have one of their own.
@@ -231,7 +231,7 @@ def _makers(program: Program) -> Iterator[Compute | None]:
 
 
 def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
-    """Put what was chosen for one mark in the place of those alike."""
+    """Give the choice for one mark to all marks alike."""
     for number in numbers:
         mark = marks[number]
         assert isinstance(mark, StreamChoice)

@@ -40,7 +40,7 @@ def _replace(value: Any, replaced: Mapping[str, Buffer]) -> Any:
         return replaced.get(value.name, value)
     if isinstance(value, tuple):
         items = cast(tuple[Any, ...], value)
-        # A statement that keeps its identity keeps what is known of it.
+        # A statement that keeps its identity keeps the facts that are known of it.
         new = tuple(_replace(item, replaced) for item in items)
         return new if any(map(operator.is_not, new, items)) else items
     return replace_buffers(value, replaced) if isinstance(value, Stmt) else value

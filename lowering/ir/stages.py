@@ -15,7 +15,7 @@ from jhost.lowering.ir import statements as ir
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turn:
+class StageRun:
     """A stage of one iteration, the `last` of it or not."""
 
     iteration: int
@@ -30,11 +30,11 @@ def stages_of(loop: ir.For) -> list[tuple[ir.Stmt, ...]]:
     return [loop.body[a:b] for a, b in zip(starts, ends, strict=True)]
 
 
-def turns(loop: ir.For) -> Iterator[Turn]:
+def stage_runs(loop: ir.For) -> Iterator[StageRun]:
     """The stages of all iterations of `loop`, in the order to issue them in."""
     stages = stages_of(loop)
     for iteration, stage in loop.order or _one_by_one(loop.extent, len(stages)):
-        yield Turn(iteration, stages[stage], stage == len(stages) - 1)
+        yield StageRun(iteration, stages[stage], stage == len(stages) - 1)
 
 
 def _one_by_one(extent: int, stages: int) -> Iterator[tuple[int, int]]:

@@ -149,10 +149,10 @@ class UnitEqn:
     """One equation and how its factors are spread over the mesh and the loop.
 
     `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
-    enclosing loop works on in chunks.  Where results lack it, `accumulators` has
-    for each the dtype of what its chunks go into (float32 for a sum of bfloat16), and
-    None for one that follows it.  The factors that it counts stand in zigzag order over
-    `zigzag` devices (see `ir/zigzag.py`), if those are more than one.
+    enclosing loop works on in chunks.  `accumulators` has an entry for each result: the
+    dtype in which its chunks are added up if it lacks this factor (float32 for a sum of
+    bfloat16), and None if it has the factor.  The factors that `rule` counts stand in
+    zigzag order over `zigzag` devices (see `ir/zigzag.py`), if those are more than one.
     """
 
     eqn: JaxprEqn
@@ -268,7 +268,7 @@ class SetCurrentStream:
 
 @node
 class Synchronize:
-    """The current stream waits for what is on `stream`; the host does not."""
+    """The current stream waits for the work on `stream`; the host does not."""
 
     stream: Stream
 
@@ -295,8 +295,8 @@ class For:
 class NextStage:
     """The border between two stages of a loop's body.
 
-    What stands before it may be issued in one iteration, then something in another
-    iteration, and then what stands behind it.
+    Statements of other iterations may be issued between the statements before it and
+    the statements behind it.
     """
 
 

@@ -24,7 +24,7 @@ def larger_side(stmt: Communicate) -> int:
 
 
 def received_bytes(kind: ScheduledKind, held: int, devices: int) -> int:
-    """The bytes that each device receives, of a value of which each holds `held` bytes.
+    """The bytes that each device receives, if each device holds `held` bytes.
 
     A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
     all-reduce (Thakur, Rabenseifner and Gropp, 2005).

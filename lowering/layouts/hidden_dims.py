@@ -18,7 +18,7 @@ from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, PipelineKind, Reshard
 from jhost.lowering.layouts.reshard import ReshardStep
 from jhost.lowering.streams.plan import plan_program
-from jhost.lowering.streams.propagation import StreamPlan
+from jhost.lowering.streams.stream_plan import StreamPlan
 
 _HIDING = ("collective", "p2p")
 

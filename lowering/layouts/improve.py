@@ -264,7 +264,7 @@ def _moved(
     best: Decisions,
     operands: Container[str],
 ) -> int:
-    """The bytes that an operation's results move, and those of the `operands`."""
+    """The bytes that an operation's results and the `operands` move."""
     effect = solver.effects.of(op, assignment)
     moves = [
         solver.costs.reshard(name, best.layouts[name], want)

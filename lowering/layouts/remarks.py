@@ -174,7 +174,7 @@ def reduced_behind_remark(
 ) -> LayoutReport:
     """The remark on a sum that a scan carries without reducing it."""
     layout = layout_of(stmt.out)
-    # By now shapes are those of a device, and bytes are counted for whole values.
+    # By now each shape is a device's, and bytes are counted for whole values.
     shards = [axes_size(axes, mesh) for axes in layout]
     shape = [size * n for size, n in zip(stmt.out.shape, shards, strict=True)]
     whole = dataclasses.replace(stmt.out, shape=tuple(shape))

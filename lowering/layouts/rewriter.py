@@ -55,7 +55,7 @@ _RESHARDED: Mapping[ReshardKind, str] = {
 
 
 class Rewriter:
-    """Writes the layouts of one program, and those of the bodies in it."""
+    """Writes the layouts of one program and of the bodies in it."""
 
     def __init__(
         self,

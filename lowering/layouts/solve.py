@@ -72,8 +72,8 @@ def solve_layouts(
     """The layouts that meet `marks` and move few bytes elsewhere, in bodies too.
 
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
-    and dims are those of values by their names in `flattened`.  Where it is to be
-    `near` a solution for other such dims, single decisions of that one are changed.
+    and dims belong to values by their names in `flattened`.  Where it is to be `near` a
+    solution for other such dims, single decisions of that one are changed.
     """
     solver = Solver(whole, marks, streamed)
     if near is not None:

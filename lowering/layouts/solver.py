@@ -186,7 +186,7 @@ class Solver:
     # --- Decisions ------------------------------------------------------------ #
 
     def forward(self) -> Decisions:
-        """Decide in program order, from what is decided already."""
+        """Decide in program order, given the earlier decisions."""
         made = Decisions(self.operations, self.effects, self.costs, self.given())
         for number in range(len(self.operations)):
             made.decide(number, self.cheapest(number, made))

@@ -70,7 +70,7 @@ class AllReduceLoop(P2PLoop):
     # --- Streams -------------------------------------------------------------- #
 
     def start(self) -> ir.For:
-        """The streams of the steps wait for what is before the loop."""
+        """The streams of the steps wait for everything before the loop."""
         body = on_stream(ir.Stream(index=INDEX), [ir.Synchronize(stream=MAIN)])
         return ir.For(index=INDEX.name, extent=self.used, body=body)
 
@@ -80,8 +80,8 @@ class AllReduceLoop(P2PLoop):
         # turn, and need not wait for the first step of the piece before.
         number: Index = PIECE * self.others + INDEX
         stream = ir.Stream(index=number % self.used)
-        turn = (*on_stream(stream, body), ir.Synchronize(stream=stream))
-        return ir.For(index=INDEX.name, extent=self.others, body=turn)
+        step = (*on_stream(stream, body), ir.Synchronize(stream=stream))
+        return ir.For(index=INDEX.name, extent=self.others, body=step)
 
     def send_back(self) -> ir.For:
         """Send a piece's total to the others, on streams without computations."""

@@ -219,7 +219,7 @@ class LoopBuilder:
             return AllReduceLoop(spec, back)
         if is_causal(spec):
             return self.balanced(spec)
-        # With more chunks than devices, chunks are what was asked for.
+        # If more chunks than devices are asked for, they are made.
         if group in self.adding and choice.chunks == choice.owners(self.mesh):
             return Unchunked(spec, self.contractions)
         return P2PLoop(spec)

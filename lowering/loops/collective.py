@@ -33,7 +33,7 @@ class CollectiveLoop(ChunkLoop):
     def statements(self) -> list[ir.Stmt]:
         for node in self.spec.nodes:
             self.node(node)
-        wait, work = in_turns(self.body, self.count, self.spec.streams)
+        wait, work = round_robin(self.body, self.count, self.spec.streams)
         return [*self.before, ir.GetCurrentStream(stream=MAIN), wait, work, *self.after]
 
     def window(self, groups: int) -> DimChunk:
@@ -57,7 +57,7 @@ def chunk_size(extent: int, steps: int, number: Index) -> Index:
     return minimum(steps, extent - number * steps)
 
 
-def in_turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.For]:
+def round_robin(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.For]:
     """A loop in which streams wait for MAIN, and a loop of `body` in turns on them."""
     # The wait for MAIN is a loop of its own.  In the loop that works, each iteration
     # would wait for what MAIN has by then, and nothing would overlap.

@@ -21,7 +21,7 @@ from jhost.lowering.ir.bodies import with_each_body
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.index import Constant, Rank, leaves, substituted, without_mods
 from jhost.lowering.ir.program import Program
-from jhost.lowering.loops.rotation import rotated_values
+from jhost.lowering.loops.rotated_values import rotated_values
 
 _Rotated: TypeAlias = Mapping[int, AbstractSet[str]]
 """The names of rotated values, by identity of the program or body that has them."""

@@ -16,7 +16,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
-from jhost.lowering.loops.collective import INDEX, in_turns
+from jhost.lowering.loops.collective import INDEX, round_robin
 from jhost.lowering.loops.moves import MovingLoop
 from jhost.lowering.streams.participation import Access
 
@@ -40,7 +40,7 @@ class P2PLoop(MovingLoop):
         first = self.segment(head, Constant(0), self.own_piece, own)
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
         last = self.segment(tail, Constant(0), self.own_piece, own)
-        wait, work = in_turns(remote, self.count, self.streams)
+        wait, work = round_robin(remote, self.count, self.streams)
         return [
             *self.before,
             ir.GetCurrentStream(stream=MAIN),
@@ -48,7 +48,7 @@ class P2PLoop(MovingLoop):
             # OWN waits for MAIN here and not after the loop, where it would wait for
             # the last transfers too.
             *self.on_own_stream([ir.Synchronize(stream=MAIN), *self.each_piece(first)]),
-            *(self.own_turn(min(self.count, self.streams)) if first else ()),
+            *(self.wait_for_own_chunk(min(self.count, self.streams)) if first else ()),
             work,
             *self.on_own_stream(self.each_piece(last)),
             ir.Synchronize(stream=OWN),
@@ -88,14 +88,14 @@ class P2PLoop(MovingLoop):
             return []
         return [*on_stream(OWN, body)]
 
-    def own_turn(self, used: int) -> list[ir.Stmt]:
+    def wait_for_own_chunk(self, used: int) -> list[ir.Stmt]:
         """With few streams, a wait for the device's own chunk, as for an iteration."""
         if used == self.count:
             return []
         # Launching a transfer keeps the host busy.  Without this wait, the transfers of
         # later iterations would all be launched before the first matmul.
-        turn = ir.Stream(index=Constant(used - 1))
-        return [*on_stream(turn, [ir.Synchronize(stream=OWN)])]
+        stream = ir.Stream(index=Constant(used - 1))
+        return [*on_stream(stream, [ir.Synchronize(stream=OWN)])]
 
     def each_piece(self, body: list[ir.Stmt]) -> list[ir.Stmt]:
         if self.pieces == 1 or not body:

@@ -15,16 +15,22 @@ from jhost import errors
 from jhost._jax import source_line
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.graph import Graph, Node
-from jhost.lowering.ir.marks import StreamChoice, Wish
+from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note, Remark, StreamReport, UnmetWish
-from jhost.lowering.ir.requests import stream_choices, without_wish
+from jhost.lowering.ir.remarks import Note, Remark, StreamReport
+from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Stmt
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
+from jhost.lowering.loops.wishes import (
+    streams_without_work,
+    unmet_notes,
+    wishes_that_fail,
+    without_wishes,
+)
 from jhost.lowering.rules.collectives import written_in
 from jhost.lowering.streams.participation import Access, participation_of
 from jhost.lowering.streams.plan import plan_program
-from jhost.lowering.streams.propagation import StreamPlan
+from jhost.lowering.streams.stream_plan import StreamPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,62 +108,6 @@ def _choose(
         return off(errors.first_line(refusal))
 
 
-# --- What was wished for ------------------------------------------------------ #
-
-
-def wishes_that_fail(
-    graph: Graph, plan: StreamPlan, mesh: Mapping[str, int]
-) -> Iterator[UnmetWish]:
-    """The settings of a function that streams cannot follow, at most one a stream."""
-    wishing = {stream: mark for stream, mark in plan.marks.items() if mark.wished}
-    idle = dict(_without_work(graph, plan)) if wishing else {}
-    for stream, mark in wishing.items():
-        wish, reason = None, idle.get(stream, "")
-        if reason:
-            wish = _wish_among(mark, "chunks")
-        else:
-            parts = plan.participations_of(stream)
-            try:
-                choose_pipeline(mark, plan.extents[stream], graph, parts, mesh)
-            except errors.PipelineError as refusal:
-                wish, reason = _wish_among(mark, "pipeline"), _in_short(refusal)
-            except errors.ChunksError as refusal:
-                wish = _wish_among(mark, "chunks", "pipeline")
-                reason = _in_short(refusal)
-        if wish is not None:
-            yield UnmetWish(numbers=mark.numbers, wish=wish, reason=reason)
-
-
-def _wish_among(mark: StreamChoice, *wishes: Wish) -> Wish | None:
-    """The first of `wishes` that the mark has from settings, so it can be left open."""
-    return next((wish for wish in wishes if wish in mark.wished), None)
-
-
-def _in_short(refusal: errors.JhostError) -> str:
-    """What the refusal says of the mark, or its first sentence, without advice."""
-    _, _, said = refusal.offenders[0].partition(": ")
-    return said or errors.first_line(refusal).partition(". ")[0].rstrip(".")
-
-
-def without_wishes(program: Program, unmet: Sequence[UnmetWish]) -> Program:
-    """`program` with the unmet wishes left open, and remarks that say so."""
-    marks = list(program.marks)
-    for each in unmet:
-        for place, mark in enumerate(marks):
-            if isinstance(mark, StreamChoice) and set(mark.numbers) & {*each.numbers}:
-                marks[place] = without_wish(mark, each.wish, each.reason)
-    remarks = (*program.remarks, *unmet)
-    return dataclasses.replace(program, marks=tuple(marks), remarks=remarks)
-
-
-def unmet_notes(marks: Sequence[StreamChoice]) -> Iterator[Note]:
-    """Notes on the wishes that marks could not follow, in the user's names."""
-    for mark in marks:
-        for said in mark.unmet:
-            form = f"stream on axis {mark.dim} of {{}}: {said}; jhost chooses instead"
-            yield Note(form=form, values=(mark.buffer,), where=mark.where)
-
-
 # --- What was asked for ------------------------------------------------------- #
 
 
@@ -177,7 +127,7 @@ def check_marks(
         *_made_whole(graph, [mark for mark in marks if not mark.found], mesh),
         *(
             f"axis={plan.marks[stream].dim} at {plan.marks[stream].where}: {reason}"
-            for stream, reason in _without_work(graph, plan)
+            for stream, reason in streams_without_work(graph, plan)
             if not plan.marks[stream].found
         ),
     ]
@@ -238,18 +188,6 @@ def _is_own(stmt: Stmt) -> bool:
     if isinstance(stmt, CONTROL_FLOW):
         return True
     return isinstance(stmt, Compute) and not stmt.unit.pads
-
-
-def _without_work(graph: Graph, plan: StreamPlan) -> Iterator[tuple[str, str]]:
-    """The streams that ask for chunks without any work in chunks, and why."""
-    for stream, mark in plan.marks.items():
-        asked = mark.spec.chunks not in (None, 1)
-        if not asked or plan.participations_of(stream) or plan.extents[stream] > 1:
-            continue
-        for number, reason in plan.declined.items():
-            reads_writes = (*graph[number].reads, *graph[number].writes)
-            if mark.buffer in {buffer.name for buffer in reads_writes}:
-                yield stream, reason
 
 
 # --- What to say about it ----------------------------------------------------- #

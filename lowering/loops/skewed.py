@@ -26,12 +26,12 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.queues import MAIN
 from jhost.lowering.loops.causal import HiddenSteps
 from jhost.lowering.loops.chunk import DimChunk, LoopSpec
-from jhost.lowering.loops.collective import INDEX, chunk_size, in_turns
+from jhost.lowering.loops.collective import INDEX, chunk_size, round_robin
 from jhost.lowering.loops.p2p import P2PLoop
 
 
 class SkewedLoop(P2PLoop):
-    """A loop over all chunks, each of which has an owner along two groups of axes."""
+    """A loop over all chunks; each has an owner along two groups of axes."""
 
     def __init__(self, spec: LoopSpec) -> None:
         super().__init__(spec)
@@ -39,7 +39,7 @@ class SkewedLoop(P2PLoop):
 
     def statements(self) -> list[ir.Stmt]:
         body = self.segment(self.group, INDEX // self.pieces, self.remote_piece, {})
-        wait, work = in_turns(body, self.devices * self.pieces, self.streams)
+        wait, work = round_robin(body, self.devices * self.pieces, self.streams)
         return [
             *self.before,
             ir.GetCurrentStream(stream=MAIN),

@@ -32,7 +32,7 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any]:
         last = 0 if reverse else x.shape[dim + 1] - 1
         totals = lax.index_in_dim(inside, last, dim + 1, keepdims=False)
         totals = scan(totals, axis=dim, reverse=reverse)
-        # Of the blocks before each, and nothing before the first.
+        # The totals of the blocks before each block; nothing before the first.
         before = padded(totals, dim, nothing, (-1, 1) if reverse else (1, -1))
         others = [d for d in range(x.ndim) if d != dim + 1]
         before = lax.broadcast_in_dim(before, x.shape, others)

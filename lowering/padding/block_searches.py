@@ -1,7 +1,7 @@
 """Searches in blocks: the best of each block, and then the best of these.
 
-The result is that of a search of all elements, ties and NaN included, because blocks
-are in order and are compared as elements are.
+A search of all elements gives the same, with ties and NaN, because blocks are in order
+and are compared as elements are.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from jhost.lowering.padding.windowed import ReachedAxes, reached_axes
 from jhost.lowering.units.make import computes_of
 
 _Blockwise: TypeAlias = Callable[[JaxprEqn, int], Callable[[Any], Any] | None]
-"""What an equation computes, in so many blocks of its dim, if it can be."""
+"""Computes an equation in so many blocks of its dim, if that is possible."""
 
 _IN_BLOCKS: Mapping[str, _Blockwise] = {
     **dict.fromkeys(SCANS, scan_in_blocks),
@@ -79,7 +79,7 @@ def _blocked(program: Program, reached: ReachedAxes) -> Program:
 def _in_blocks(
     stmt: Stmt, way: int, reached: ReachedAxes, mesh: Mapping[str, int]
 ) -> Callable[[Any], Any] | None:
-    """What a statement computes in as many blocks as its dim may come in parts."""
+    """Computes a statement in as many blocks as its dim may come in parts."""
     # A literal has no parts.
     if not isinstance(stmt, Compute) or _name(stmt) not in _IN_BLOCKS or not stmt.ins:
         return None

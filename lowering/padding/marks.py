@@ -64,7 +64,7 @@ def possible_marks(program: Program) -> Program:
         _possible(m, shapes[m.buffer], mesh) if isinstance(m, ShardMark) else m
         for m in program.marks
     )
-    # The program itself, as what is known of it goes with the object.
+    # The program itself: known facts go with the object.
     if marks == program.marks:
         return program
     return dataclasses.replace(program, marks=marks)

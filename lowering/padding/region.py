@@ -20,23 +20,13 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Buffer,
-    Communicate,
-    Compute,
-    ControlFlow,
-    Select,
-    Set,
-    Stmt,
 )
-from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import Dims, aligned, factors_of
-from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.padding.operands import Operands, operands_of
+from jhost.lowering.rules.dim_rule import Dims, factors_of
 
 DimKey: TypeAlias = tuple[int, int] | tuple[str, int]
 """What is padded: a factor of the statement of that number, or a dim of a value whose
@@ -52,29 +42,6 @@ class PadRequest:
     axes: tuple[str, ...]
     devices: int
     where: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Operands:
-    """A statement's values and the factors that tie their dims, in steps on a device.
-
-    Attributes:
-        counted: the factors of which a device has to know which part it holds, because
-            positions in the whole depend on its size.
-        fixed: whether it can work on no other sizes.
-        windows: the dims of each operand that are read in windows.  They take a dim as
-            long as it is.
-    """
-
-    reads: tuple[Buffer, ...]
-    writes: tuple[Buffer, ...]
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    steps: tuple[int, ...]
-    reducers: tuple[Reducer | None, ...]
-    counted: frozenset[int]
-    fixed: bool = False
-    windows: tuple[frozenset[int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -106,64 +73,6 @@ def plan_region(program: Program, requests: Sequence[PadRequest]) -> PaddedRegio
     spread = _PaddingSpread(program, requests)
     spread.run()
     return spread.finish(requests)
-
-
-def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
-    """The factors of `stmt`, if it has any business with the dims of values."""
-    if isinstance(stmt, Compute):
-        return _of_compute(stmt, mesh)
-    if isinstance(stmt, CONTROL_FLOW):
-        return _whole(stmt)
-    if not isinstance(stmt, Set | Select | Communicate):
-        return None
-    moved = {getattr(stmt, "dim", None), getattr(stmt, "source_dim", None)}
-    factors = Factors()
-    dims = factors.dims(stmt.out.shape, whole=moved)
-    count = len(factors.sizes)
-    return Operands(
-        reads=(stmt.source,),
-        writes=(stmt.out,),
-        operands=(dims,),
-        results=(dims,),
-        steps=tuple(factors.sizes),
-        reducers=(None,) * count,
-        counted=frozenset(),
-    )
-
-
-def _whole(stmt: ControlFlow) -> Operands:
-    """Nothing is padded across the border of a body."""
-    return Operands(
-        reads=stmt.ins,
-        writes=stmt.outs,
-        operands=tuple((None,) * len(buffer.shape) for buffer in stmt.ins),
-        results=tuple((None,) * len(buffer.shape) for buffer in stmt.outs),
-        steps=(),
-        reducers=(),
-        counted=frozenset(),
-    )
-
-
-def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
-    op = operation(stmt)
-    windows = [
-        {w.dim for w in op.windows if w.operand == n} for n in range(len(op.ins))
-    ]
-    (unit_eqn,) = stmt.unit.eqns
-    devices = [axes_size(axes, mesh) for axes in unit_eqn.axes]
-    spread = frozenset(f for f, d in enumerate(devices) if d > 1)
-    return Operands(
-        reads=stmt.ins,
-        writes=stmt.outs,
-        operands=tuple(map(aligned, op.operands)),
-        results=op.results,
-        steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
-        reducers=op.reducers,
-        # On one device positions begin at 0, whatever the size.
-        counted=unit_eqn.rule.counted & spread,
-        fixed=op.pinned is not None,
-        windows=tuple(map(frozenset, windows)),
-    )
 
 
 class _PaddingSpread:
@@ -233,7 +142,7 @@ class _PaddingSpread:
                 yield number, mapped.factor
 
     def key(self, name: str, dim: int) -> DimKey | None:
-        """The factor of which a value is made, or itself if it has to be padded."""
+        """The factor that a value is made of, or itself if it has to be padded."""
         if name in self.makers:
             number, position = self.makers[name]
             op = self.statements[number]
@@ -288,7 +197,7 @@ class _PaddingSpread:
         return op.steps[second]
 
     def finish(self, requests: Sequence[PadRequest]) -> PaddedRegion:
-        """What belongs together grows alike, so far that all requests are met."""
+        """Keys that belong together grow alike, until all requests are met."""
         steps: dict[DimKey, int] = {}
         devices: dict[DimKey, int] = {}
         for key in self.leaders:

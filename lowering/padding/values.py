@@ -23,12 +23,8 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.padding.marks import move_marks
-from jhost.lowering.padding.region import (
-    Operands,
-    PaddedRegion,
-    PadRequest,
-    plan_region,
-)
+from jhost.lowering.padding.operands import Operands
+from jhost.lowering.padding.region import PaddedRegion, PadRequest, plan_region
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.units.make import computes_of

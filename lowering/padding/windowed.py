@@ -167,7 +167,7 @@ def _of_iterations(
     """Dims of what all iterations have, and of what each hands to the next."""
     for outside, inside in (*border.consts, *border.carry, *border.carried):
         yield from _pairs(program, outside, body, inside)
-    # What leaves an iteration is what enters the next one.
+    # A value that leaves an iteration enters the next one.
     for start, end in zip(border.carry, border.carried, strict=True):
         yield from _pairs(body, start.inside, body, end.inside)
 

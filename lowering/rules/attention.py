@@ -44,8 +44,8 @@ def backward_depth(sizes: AttentionSizes) -> int:
     """The terms a score in a backward, which is five products.
 
     Three of them contract or make the features of keys and queries (the scores, and the
-    gradients of both), and two those of values.  Kernels take 7 / 5 of the time of
-    matmuls of that size: the backward of a causal sequence of 32,768 took 33.4 ms on
+    gradients of both), and two the features of values.  Kernels take 7 / 5 of the time
+    of matmuls of that size: the backward of a causal sequence of 32,768 took 33.4 ms on
     two H100s, and 24.2 ms in a ring.
     """
     keys, values = sizes.features

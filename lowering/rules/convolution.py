@@ -167,8 +167,8 @@ def _rebind(
         if groups is not None:
             grouped = params["feature_group_count"] > 1
             name = "feature_group_count" if grouped else "batch_group_count"
-            # JAX checks that the groups divide the features that it gets, and here it
-            # gets those of the part.
+            # JAX checks that the groups divide the features that it gets.  Here it gets
+            # the features of the part.
             params[name] = shard.size(groups)
         params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
         eqn = eqn.replace(params=params)

@@ -139,7 +139,7 @@ def _places(
 ) -> list[_Place]:
     """Where a slice at `starts` stands in the part `x` of an array.
 
-    `shapes` are those of the whole array and of the whole slice.
+    `shapes` has the shapes of the whole array and of the whole slice.
     """
 
     def place(dim: int) -> _Place:

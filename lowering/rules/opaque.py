@@ -1,7 +1,7 @@
 """The primitives without factors, whose arrays are whole, and why.
 
-Users read the reasons in `explain` and in warnings.  The names are those of JAX 0.10
-to 0.12; a test compares them with the primitives that JAX has.
+Users read the reasons in `explain` and in warnings.  The names hold for JAX 0.10 to
+0.12; a test compares them with the primitives that JAX has.
 """
 
 from __future__ import annotations

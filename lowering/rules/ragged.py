@@ -156,9 +156,9 @@ class _Grouped:
         # other row is multiplied.
         before = self._here(ends - counts, shard)[..., 0]
         counts = self._here(counts, shard).astype(sizes.dtype)
-        lhs, rhs = (self._turned(i, x, before) for i, x in enumerate((lhs, rhs)))
+        lhs, rhs = (self._rotated(i, x, before) for i, x in enumerate((lhs, rhs)))
         (out,) = _rebind_product(eqn, [lhs, rhs, counts], shard)
-        return [self._turned(3, out, -before)]
+        return [self._rotated(3, out, -before)]
 
     def _here(self, x: Any, shard: Shard) -> Any:
         """The entries of `x` for the groups here; 0 for groups that are padding."""
@@ -169,20 +169,20 @@ class _Grouped:
         padded = lax.concatenate([x, more], x.ndim - 1)
         return lax.dynamic_slice_in_dim(padded, first, count, x.ndim - 1)
 
-    def _turned(self, value: int, x: Any, by: Any) -> Any:
+    def _rotated(self, value: int, x: Any, by: Any) -> Any:
         """`x`, which `self.maps[value]` maps, with its rows rotated by `by`."""
         dims = self.maps[value]
         if self.rows not in dims:
             return x
         front = [dims.index(dim) for dim in (*self.maps[2][:-1], self.rows)]
 
-        def turn(x: Any, by: Any) -> Any:
+        def rotate(x: Any, by: Any) -> Any:
             return jnp.roll(x, -by, 0)
 
         for _ in front[1:]:
-            turn = jax.vmap(turn)
-        turned = turn(jnp.moveaxis(x, front, range(len(front))), by)
-        return jnp.moveaxis(turned, range(len(front)), front)
+            rotate = jax.vmap(rotate)
+        rotated = rotate(jnp.moveaxis(x, front, range(len(front))), by)
+        return jnp.moveaxis(rotated, range(len(front)), front)
 
     def matmul(self, rule: DimRule, shard: Shard) -> tuple[int, int, int, int]:
         """Batch, m, n and k, if all groups have the same number of rows."""

@@ -1,7 +1,7 @@
 """Indexed dims that are cut: which indices are in a part, and where in it.
 
-A device has some rows of a table, and indices name any rows.  Bounds are those of the
-whole table, so an index is clipped to them, or found to be outside, before the device
+A device has some rows of a table, and indices name any rows.  Bounds belong to the
+whole table.  So an index is clipped to them, or found to be outside, before the device
 looks for it in its part.  The rules of gather and scatter share this and some maps.
 """
 

@@ -187,7 +187,7 @@ class _Updates:
         return bind(eqn, (operand, indices, updates), **changed)
 
     def of_part(self, eqn: JaxprEqn, indices: Any, shard: Shard) -> Any:
-        """Indices into the part at `shard`; those of other parts are out of bounds."""
+        """Indices into the part at `shard`; other indices are out of bounds there."""
         clip = eqn.params["mode"] == lax.GatherScatterMode.CLIP
         bounded = self.rows.bounded(indices, clip=clip)
         each = self.elements.indices(bounded)

@@ -54,7 +54,7 @@ def has_windows(eqn: JaxprEqn) -> bool:
 
 
 def is_whole(mapped: FactorDim | None, shard: Shard) -> bool:
-    """Whether the steps here are those of the whole, so the equation fits as it is."""
+    """Whether all steps of the whole are here, so the equation fits as it is."""
     if mapped is None or mapped.reads is None:
         return True
     return shard.parts(mapped.factor) == 1 and _all_steps(mapped, shard)

@@ -209,9 +209,9 @@ class StatementBlocks:
     def made_of(
         self, names: Iterable[str], numbers: Iterable[int]
     ) -> Iterator[tuple[int, frozenset[str]]]:
-        """Those of some blocks that are made of some values, in their order.
+        """The blocks that are made of some values, in their order.
 
-        With each comes what was made of the values before it, and the values.
+        With each block come the values, and all that was made of them before it.
         """
         made = frozenset(names)
         for number in numbers:
@@ -317,7 +317,7 @@ def before_readers(
 ) -> Iterator[ir.Stmt]:
     """`body` with each of some statements before the first block that reads it.
 
-    What is predicted to be one kernel has to stand together, as XLA fuses it.
+    Statements predicted to be one kernel have to stand together, as XLA fuses them.
     """
     left = [*parts]
     for stmts in _cut(body):

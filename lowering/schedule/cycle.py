@@ -10,7 +10,7 @@ moves both to other iterations:
   carries its terms.
 - So is a product that no iteration reads, beside a transfer that depends on the
   iteration before and has nothing else beside it (`late_work.py`).
-- What is late goes into stacks, or into a carried sum that nothing else reads: the next
+- Late values go into stacks, or into a carried sum that nothing else reads: the next
   iteration then adds to the sum of the iterations before it, in the same order.
 
 A cycle makes no transfer that is not needed.  The last iteration gathers for no other,
@@ -113,12 +113,12 @@ class Cycle:
 
     @property
     def terms(self) -> dict[str, ir.Buffer]:
-        """What the body carries for what is late, by name."""
+        """The values that the body carries for late sums and products, by name."""
         return {term.name: term for each in self.late for term in each.terms}
 
     @property
     def bytes(self) -> int:
-        """What an iteration carries for the next one besides, on each device."""
+        """The bytes that an iteration carries besides for the next one, a device."""
         came = (each.stmt.out for each in self.early)
         return sum(map(bytes_of, (*came, *self.terms.values())))
 

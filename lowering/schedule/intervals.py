@@ -152,7 +152,7 @@ def _working(blocks: StatementBlocks, kind: ir.CommunicationKind) -> list[int]:
 
 
 def _last_full(there: Sequence[int], before: int, gathered: int) -> int:
-    """The last block at which what is gathered would add to the most that is held.
+    """The last block at which the gathered value would add to the most that is held.
 
     It is looked for `before` a block; `there` has the bytes that each block holds.
     """

@@ -3,9 +3,9 @@
 Only the optimizer reads the gradient of a layer's weight, or the sum over iterations
 that it is added to.  No iteration of a scan waits for it, so it may be computed while
 the next layer waits for a transfer.  Such a transfer depends on the iteration before,
-as that of activations over tp does, and cannot move to another iteration.  This is the
-idea of zero bubbles inside a scan (Qi, Wan, Huang and Lin 2023, "Zero Bubble Pipeline
-Parallelism").
+and cannot move to another iteration.  Transfers of activations over tp are an example.
+This is the idea of zero bubbles inside a scan (Qi, Wan, Huang and Lin 2023, "Zero
+Bubble Pipeline Parallelism").
 
 A late product takes the statements along that read it, such as its sum over devices.
 The body carries its operands.  It reads slices of the scan's own operands again.

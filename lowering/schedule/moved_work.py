@@ -1,12 +1,12 @@
 """Products that move beside an exposed transfer of their own program or iteration.
 
 `order.py` keeps the order of work.  So a transfer that is read at once has nothing
-beside it there, even where some product neither makes its source nor waits for it.  JAX
-computes the gradient of a weight before that of the activations, for example.  The sum
-of the latter over devices is what the next layer waits for.
+beside it there, even where some product neither makes its source nor waits for it.  For
+example, JAX computes the gradient of a weight before the gradient of the activations,
+and the next layer waits for the latter's sum over devices.
 
-Such a product moves to the place before the reader of the transfer.  What is made of it
-before that place moves along, if it is cheap or a sum over devices, and so do cheap
+Such a product moves to the place before the reader of the transfer.  Cheap values and
+sums over devices that are made of it before that place move along.  So do cheap
 statements that make its operands.  No product moves that is the only work beside some
 other transfer, or past more than a few works, because its operands take memory.
 """
@@ -184,7 +184,7 @@ class WorkOrder:
                 yield [product, *behind]
 
     def made_of(self, product: int, between: Sequence[int]) -> list[int] | None:
-        """What is made of a product; None if some of it cannot move along."""
+        """The blocks made of a product; None if one of them cannot move along."""
         names = self.blocks.all[product].writes
         behind = [number for number, _ in self.blocks.made_of(names, between)]
         if not all(self.blocks.all[n].can_wait or self.is_sum(n) for n in behind):

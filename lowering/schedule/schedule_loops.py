@@ -1,6 +1,6 @@
 """When transfers in loops over chunks are issued, and when they are waited for.
 
-The rule is that of `order.py`, inside of an iteration.  A transfer is issued as soon as
+The rule of `order.py` holds inside of an iteration.  A transfer is issued as soon as
 its source is there, and the computations of the source go before work that no transfer
 needs.  It is waited for right before its first reader.  So if an iteration gathers two
 values that were there before it began, the second moves while the first is worked on.

@@ -40,7 +40,8 @@ class ScheduledTransfer:
 
     @property
     def added(self) -> int:
-        """The bytes that a sum by permutes holds under way, beyond those of its result.
+        """The bytes that a sum by permutes holds under way, beyond the bytes of its
+        result.
 
         XLA copies the parts of the terms that are sent.
         """

@@ -17,7 +17,7 @@ from jhost.lowering.ir.statements import Communicate, Compute
 _TRANSFERS = 2
 """The contractions that are ready are shared by so many transfers.
 
-Those of one loop hide the loop's own last transfer, and the next loop's first one.
+They hide the last transfer of their own loop, and the first one of the next loop.
 """
 
 

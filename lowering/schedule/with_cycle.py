@@ -48,9 +48,9 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
 class _Carried:
     """The values that one iteration carries to the next.
 
-    `came` has what was gathered for it, `terms` have what is still to be added up or
-    multiplied, by its name in the scan's body, and `stacks` have all that is stacked so
-    far.
+    `came` has the values gathered for it.  `terms` have the values that are still to be
+    added up or multiplied, by their names in the scan's body.  `stacks` have everything
+    stacked so far.
     """
 
     carry: tuple[ir.Buffer, ...]
@@ -240,7 +240,7 @@ class _Writer:
                 stacks[y.name] = self.make.written(stack, value, count, 0)
         ends = zip(self.ends, state.carry, strict=True)
         return _Carried(
-            # What is late has been added to its carried sum already.
+            # Late products have been added to their carried sums already.
             tuple(b if end.name in self.late else made[end.name] for end, b in ends),
             (),
             {name: made[name] for name in self.cycle.terms},

@@ -21,7 +21,8 @@ from jhost.lowering.ir.requests import (
     stream_choices,
 )
 from jhost.lowering.streams.participation import Participation
-from jhost.lowering.streams.propagation import Propagation, StreamPlan
+from jhost.lowering.streams.propagation import Propagation
+from jhost.lowering.streams.stream_plan import StreamPlan
 
 _EARLIER = "the program before, planned alike"
 
@@ -50,7 +51,7 @@ def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
 
 
 def take_known(program: Program, others: Sequence[Program]) -> bool:
-    """Take over what is known of another program that asks the same of its streams.
+    """Take over known facts of another program that asks the same of its streams.
 
     Returns whether there is one.  Such programs may differ in other fields of marks.
     If there is none, the plan of another is taken over if it holds for these marks.
@@ -58,7 +59,7 @@ def take_known(program: Program, others: Sequence[Program]) -> bool:
     """
     asked = asked_of_streams(program)
     for other in others:
-        # What is known may have statements in it, which are those of the same body.
+        # Known facts may hold statements, so they fit no other body.
         if other.body is program.body and asked_of_streams(other) == asked:
             program.derived.update(other.derived)
             return True

@@ -1,7 +1,7 @@
 """Callbacks with effects: called once for all devices, as under `jax.jit`.
 
 A program runs on every device, so every device would call.  Instead the first device
-calls, and sends the others what came back.
+calls, and sends the answer to the others.
 """
 
 from __future__ import annotations

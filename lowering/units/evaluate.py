@@ -218,7 +218,7 @@ class ArrayType:
 
 
 UnitTypes: TypeAlias = tuple[Sequence[ArrayType | None], Sequence[ArrayType | None]]
-"""The types of a unit's operands, and those of its results."""
+"""The types of a unit's operands, and the types of its results."""
 
 
 def unit_types(unit: Unit, site: Site) -> UnitTypes:

@@ -155,7 +155,7 @@ def _variables(computes: Sequence[ir.Compute]) -> dict[str, Var]:
 
 
 def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
-    """The variable with the largest shape among those of one buffer.
+    """The variable with the largest shape, of the variables for one buffer.
 
     The user's equations have variables with global shapes.  Equations that passes made,
     such as barriers and sums of terms, have variables with a device's shape.  Rules

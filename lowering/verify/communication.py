@@ -14,7 +14,8 @@ from jhost.lowering.ir.statements import (
     Wait,
 )
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.verify.state import InFlight, State
+from jhost.lowering.verify.known import InFlight
+from jhost.lowering.verify.state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

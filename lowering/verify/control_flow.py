@@ -74,7 +74,7 @@ def _check_cond(state: State, stmt: ir.Cond) -> None:
 
 
 def _stacked(buffer: ir.Buffer, length: int) -> ir.Buffer:
-    """What has a value of that type for each iteration."""
+    """A buffer with a value of that type for each iteration."""
     return dataclasses.replace(
         # No axis shards the iterations: a device would not have the slice of each.
         buffer,

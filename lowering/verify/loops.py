@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from jhost.lowering.ir.regions import overlap
-from jhost.lowering.ir.stages import Turn, set_aside, stages_of, turns
+from jhost.lowering.ir.stages import StageRun, set_aside, stage_runs, stages_of
 from jhost.lowering.ir.statements import For, Stmt
-from jhost.lowering.verify.state import InFlight, KnownBuffer, Scope, State
+from jhost.lowering.verify.known import InFlight, KnownBuffer, Scope
+from jhost.lowering.verify.state import State
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,16 +66,16 @@ def check_loop(
     if stmt.order:
         # Only a loop with an order lets an iteration overtake another.
         state.staged.append(staged.ahead)
-    for turn in turns(stmt):
-        staged.iteration = turn.iteration
-        own = iterations[turn.iteration]
+    for stage in stage_runs(stmt):
+        staged.iteration = stage.iteration
+        own = iterations[stage.iteration]
         with (
-            state.iteration(stmt, turn.iteration),
+            state.iteration(stmt, stage.iteration),
             set_aside(state.known, own.known),
-            _in_flight(state, f"{stmt.index} = {turn.iteration}", turn, own),
-            state.scope(own.scope, ends=turn.last),
+            _in_flight(state, f"{stmt.index} = {stage.iteration}", stage, own),
+            state.scope(own.scope, ends=stage.last),
         ):
-            check_body(state, turn.body)
+            check_body(state, stage.body)
         # Messages name `state.stmt`, and the body has set it to its last statement.
         state.stmt = stmt
         state.check_restored(before, "the loop")
@@ -102,7 +103,9 @@ def _check_order(state: State, stmt: For) -> None:
 
 
 @contextmanager
-def _in_flight(state: State, place: str, turn: Turn, own: _UnderWay) -> Generator[None]:
+def _in_flight(
+    state: State, place: str, stage: StageRun, own: _UnderWay
+) -> Generator[None]:
     """Communications of `own` have plain names inside, and with `place` outside."""
     # All iterations have the same names for their communications, so the names of
     # iterations that wait for their next stage must differ.
@@ -110,7 +113,7 @@ def _in_flight(state: State, place: str, turn: Turn, own: _UnderWay) -> Generato
         state.in_flight[name] = state.in_flight.pop(f"{name} of {place}")
     before = state.in_flight.keys() - own.in_flight.keys()
     yield
-    names = [] if turn.last else [n for n in state.in_flight if n not in before]
+    names = [] if stage.last else [n for n in state.in_flight if n not in before]
     own.in_flight = {name: state.in_flight.pop(name) for name in names}
     for name, flight in own.in_flight.items():
         state.in_flight[f"{name} of {place}"] = flight

@@ -16,7 +16,8 @@ from jhost.lowering.ir.statements import (
     Set,
 )
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.verify.state import KnownBuffer, Root, State
+from jhost.lowering.verify.known import KnownBuffer, Root
+from jhost.lowering.verify.state import State
 
 
 def check_allocate(state: State, stmt: Allocate) -> None:

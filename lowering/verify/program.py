@@ -28,6 +28,7 @@ from jhost.lowering.verify.communication import (
     check_wait,
 )
 from jhost.lowering.verify.control_flow import check_control_flow
+from jhost.lowering.verify.known import Root
 from jhost.lowering.verify.loops import check_loop
 from jhost.lowering.verify.memory import (
     check_allocate,
@@ -37,7 +38,7 @@ from jhost.lowering.verify.memory import (
     check_select,
     check_set,
 )
-from jhost.lowering.verify.state import Root, State, TypesOfUnits
+from jhost.lowering.verify.state import State, TypesOfUnits
 
 
 def verify(
@@ -47,7 +48,7 @@ def verify(
 ) -> None:
     """Check `program`, the result of the pass named `after`.
 
-    What a body of control flow is given, and gives, may be partial: outside it is too.
+    Operands and results of a body may be partial, because outside they are, too.
     The `types` of units are those found before, and have those found here afterwards.
 
     Raises:

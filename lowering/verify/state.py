@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TypeAlias
@@ -19,69 +18,20 @@ from jhost.lowering.ir.machine import (
 from jhost.lowering.ir.printer import statement_text, stream_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import AtRanks
-from jhost.lowering.ir.regions import Region, is_empty, overlap, whole_region
+from jhost.lowering.ir.regions import Region, whole_region
 from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.units.evaluate import ChunkAt, UnitTypes
+from jhost.lowering.verify.known import (
+    InFlight,
+    KnownBuffer,
+    Root,
+    Scope,
+    clash,
+    related,
+)
 
 TypesOfUnits: TypeAlias = dict[tuple[int, ChunkAt | None], tuple[ir.Unit, UnitTypes]]
 """What units take and give, by a unit's identity and the chunk that it works on."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Root:
-    """Memory: a parameter's, allocated, or that of a value that a statement makes."""
-
-    name: str
-    is_param: bool = False
-    allocated_in_loop: bool = False
-    freed: bool = False
-    writes: list[Region] = dataclasses.field(default_factory=list[Region])
-
-    def holds(self, region: Region) -> bool:
-        """Whether something of `region` has contents, or it has no elements."""
-        return (
-            self.is_param
-            # Most often what was written is read again whole: one region, made once.
-            or any(region is write or overlap(region, write) for write in self.writes)
-            or is_empty(region)
-        )
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class KnownBuffer:
-    """A buffer or alias that exists; in a ragged last chunk `shape` is smaller."""
-
-    buffer: ir.Buffer
-    root: Root
-    region: Region
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether it was made by a Select; `aliases` has the names it came through."""
-        return bool(self.aliases)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class InFlight:
-    """What a communication that nobody has waited for reads and writes."""
-
-    reads: tuple[KnownBuffer, ...]
-    writes: tuple[KnownBuffer, ...]
-    row: tuple[str, ...] = ()
-    """The axes of a collective that runs in order with others over them, outside of
-    loops."""
-
-
-@dataclasses.dataclass(slots=True)
-class Scope:
-    """One run of a loop's body: the roots it made, and its writes through aliases."""
-
-    names: list[str] = dataclasses.field(default_factory=list[str])
-    alias_writes: list[KnownBuffer] = dataclasses.field(
-        default_factory=list[KnownBuffer]
-    )
 
 
 Ahead: TypeAlias = Callable[[KnownBuffer, bool], Sequence[int]]
@@ -219,7 +169,7 @@ class State(Machine):
         known = self.look_up(buffer)
         self.touch(known, writes=False)
         for name, flight in self.in_flight.items():
-            if any(_clash(known, other) for other in flight.writes):
+            if any(clash(known, other) for other in flight.writes):
                 self.fail(
                     f"a Wait({name}) before",
                     f"a read of {buffer.name} while {name} is in flight",
@@ -255,7 +205,7 @@ class State(Machine):
                 "parameters and their aliases are only read",
             )
         for communication, flight in self.in_flight.items():
-            if any(_clash(known, other) for other in (*flight.reads, *flight.writes)):
+            if any(clash(known, other) for other in (*flight.reads, *flight.writes)):
                 self.fail(
                     f"a Wait({communication}) before",
                     f"a write to {name} while {communication} is in flight",
@@ -284,7 +234,7 @@ class State(Machine):
         for other in self.scopes[-1].alias_writes:
             # Through one alias, or a part of it, a sum is added to in the same
             # iteration.
-            if _clash(known, other) and not _related(known.aliases, other.aliases):
+            if clash(known, other) and not related(known.aliases, other.aliases):
                 self.fail(
                     "aliases that share no element",
                     f"{other.buffer.name} and {known.buffer.name} of {known.root.name}",
@@ -307,11 +257,11 @@ class State(Machine):
 
     @contextmanager
     def scope(self, scope: Scope, *, ends: bool) -> Generator[None]:
-        """What is defined inside is of `scope`, which `ends` behind it or goes on."""
+        """Definitions inside belong to `scope`, which `ends` behind it or goes on."""
         self.scopes.append(scope)
         yield
         if ends:
-            # What is wrong at the end is no statement's fault.
+            # No statement is to blame for what is wrong at the end.
             self.stmt = None
             self.check_ended()
             for name in scope.names:
@@ -365,12 +315,3 @@ class State(Machine):
                 "a stream is set before it is waited for",
             )
         return key
-
-
-def _clash(a: KnownBuffer, b: KnownBuffer) -> bool:
-    return a.root is b.root and overlap(a.region, b.region)
-
-
-def _related(a: tuple[str, ...], b: tuple[str, ...]) -> bool:
-    """Whether one is the other, or an alias of it."""
-    return a[: len(b)] == b or b[: len(a)] == a

@@ -62,6 +62,7 @@ def parse_module(text: str) -> Module:
     return Module(
         name=_first(r"^HloModule ([\w.\-]+)", header) or "",
         scheduled="is_scheduled=true" in header,
+        # XLA leaves a count of 1 out of the header.
         devices=_count("num_partitions", header) * _count("replica_count", header),
         entry=entry,
         computations={
@@ -96,7 +97,7 @@ def _axes_size(mesh: str, axes: str) -> int:
 def _instruction(
     name: str, text: str, so_far: Mapping[str, Instruction]
 ) -> Instruction:
-    """An instruction from what is behind its name, after those before it."""
+    """An instruction, from the text behind its name and the instructions before it."""
     text = _COMMENT.sub("", text)
     opcode = _end_of_shape(text)
     opening = text.index("(", opcode)

@@ -16,6 +16,7 @@ def union(intervals: Iterable[Interval]) -> Cover:
     """The time that at least one interval covers."""
     cover: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[0] < i[1]):
+        # Intervals that only touch are one as well: a gap of nothing is no gap.
         if cover and start <= cover[-1][1]:
             cover[-1] = (cover[-1][0], max(end, cover[-1][1]))
         else:
@@ -32,6 +33,7 @@ def subtract(cover: Cover, taken: Cover) -> Cover:
                 continue
             if start < first:
                 left.append((start, first))
+            # What is left of it may be cut again, by what comes later.
             start = min(last, end)
         if start < end:
             left.append((start, end))

@@ -10,7 +10,12 @@ from typing import Literal, TypeAlias
 
 from jhost.lowering.ir.scopes import Origin, origin_of
 from jhost.runtime.profile.hlo_text import Instruction, Module
-from jhost.runtime.profile.schedule import CONTROL, attribute, collectives, is_matmul
+from jhost.runtime.profile.instructions import (
+    CONTROL,
+    attribute,
+    collectives,
+    is_matmul,
+)
 
 Activity: TypeAlias = Literal["communication", "computation"]
 """Copies inside a device, fills and the like are computation."""
@@ -60,6 +65,7 @@ def _operation(
     if instruction.opcode in CONTROL:
         return DeviceOperation(activity=None, origin=None)
     if instruction.opcode.endswith(("-done", "-update")):
+        # The profiler records the end of a transfer too.  It belongs to the start.
         started = before.get(instruction.operands[0] if instruction.operands else "")
         if started is not None:
             return started

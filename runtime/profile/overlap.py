@@ -75,6 +75,7 @@ def device_overlap(timeline: Timeline, number: int) -> DeviceOverlap:
     """The times of the call on the device of that number."""
     computing = _cover(timeline.of_device(number, "computation"))
     moving = _cover(timeline.of_device(number, "communication"))
+    # Over all queues: two transfers at one time are exposed once.
     exposed = subtract(moving, computing)
     return DeviceOverlap(
         device=f"{timeline.platform} {number}",

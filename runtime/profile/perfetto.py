@@ -47,6 +47,7 @@ def _of_device(timeline: Timeline, device: int) -> Iterator[dict[str, Any]]:
             "cat": span.activity,
             "args": arguments,
         }
+    # On a track of its own, where time counts once however much is exposed in it.
     for part in union(part for span in spans for part in span.exposed):
         yield _complete("exposed", part, device, len(threads) - 1)
 

@@ -52,6 +52,7 @@ def _draw(
     figure_type, style = _matplotlib()
     lanes = [_lanes(timeline) for _, timeline in panels]
     heights = [_HEAD + _LANE * len(rows) for rows in lanes]
+    # With a salt of its own, or matplotlib would name parts of a picture at random.
     with style({"svg.hashsalt": "jhost", "font.size": 9}):
         figure = figure_type(figsize=(_WIDTH, 0.8 + sum(heights)), layout="constrained")
         column = figure.subplots(

@@ -83,6 +83,9 @@ class OverlapReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as numbers, texts and lists, for JSON.
 
+        Returns:
+            A dict with an entry for each attribute.  Times are in seconds.
+
         Example:
             >>> import json
             >>> import jax.numpy as jnp
@@ -148,7 +151,7 @@ class OverlapReport:
 def overlap_report(
     timeline: Timeline, *, mesh: str, device_kind: str, prediction: Prediction | None
 ) -> OverlapReport:
-    """The sums over a timeline, beside what was predicted for its devices."""
+    """The sums over a timeline, with the prediction for its devices."""
     devices = tuple(device_overlap(timeline, number) for number in timeline.devices)
     return OverlapReport(
         name=timeline.name,

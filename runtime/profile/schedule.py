@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jhost import errors
 from jhost._damaged import damage_refused
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir.transfers import ScheduledKind, received_bytes
 from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, parse_module
+from jhost.runtime.profile.instructions import (
+    COLLECTIVES,
+    CONTROL,
+    attribute,
+    base_opcode,
+    collectives,
+    ends,
+    is_matmul,
+    issued,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,8 @@ class Schedule:
 def with_streams(schedule: Schedule, streams: Sequence[int] | None) -> Schedule:
     """`schedule` with the streams of its asynchronous communications, in their order.
 
-    If their number is not that of the text, they cannot be assigned, and are left out.
+    If there are more or fewer than in the text, nothing says which is which, and they
+    are left out.
     """
     started = [each for each in schedule.communications if each.asynchronous]
     if streams is None or len(streams) != len(started):
@@ -126,19 +137,6 @@ def _schedule(module: Module) -> Schedule:
 
 # --- Communications --------------------------------------------------------------- #
 
-_KINDS: Mapping[str, ScheduledKind] = {
-    "all-gather": "AllGather",
-    "all-reduce": "AllReduce",
-    "reduce-scatter": "ReduceScatter",
-    "all-to-all": "AllToAll",
-    "collective-permute": "CollectivePermute",
-    "collective-broadcast": "Broadcast",
-}
-
-# Instructions that these call are issued one by one.  Instructions that others call are
-# parts of one kernel.
-CONTROL = frozenset({"call", "while", "conditional"})
-
 
 def _communications(
     module: Module, computation: str
@@ -154,7 +152,7 @@ def _communications(
             yield ScheduledCommunication(
                 name=instruction.name,
                 operation=attribute("op_name", parts[0]),
-                kind=_KINDS[_base(parts[0])],
+                kind=COLLECTIVES[base_opcode(parts[0])],
                 computation="" if computation == module.entry else computation,
                 bytes=sum(_received(module, part) for part in parts),
                 values=sum(_values(module, part) for part in parts),
@@ -162,29 +160,6 @@ def _communications(
                 matmuls=matmuls,
                 others=others,
             )
-
-
-def collectives(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """The collective that an instruction is, or those that it wraps.
-
-    `async-start` has its collective in a computation of its own, and XLA puts some into
-    a fusion with the slice that they read or write.
-    """
-    if _base(instruction) in _KINDS:
-        yield instruction
-    elif not _ends(instruction):
-        for name in instruction.called:
-            for inner in module.computations[name]:
-                yield from collectives(module, inner)
-
-
-def _base(instruction: Instruction) -> str:
-    return instruction.opcode.removesuffix("-start")
-
-
-def _ends(instruction: Instruction) -> bool:
-    """Whether it continues or ends what another instruction started."""
-    return instruction.opcode.endswith(("-done", "-update"))
 
 
 def _is_asynchronous(instruction: Instruction) -> bool:
@@ -206,7 +181,7 @@ def _beside(instructions: Sequence[Instruction], position: int) -> list[Instruct
         return beside
     names = {start.name}
     for instruction in instructions[position + 1 :]:
-        follows = _ends(instruction) and not names.isdisjoint(instruction.operands)
+        follows = ends(instruction) and not names.isdisjoint(instruction.operands)
         if not follows:
             beside.append(instruction)
         elif instruction.opcode.endswith("-done"):
@@ -218,78 +193,33 @@ def _beside(instructions: Sequence[Instruction], position: int) -> list[Instruct
 
 def _received(module: Module, collective: Instruction) -> int:
     devices = group_size(collective, module.devices)
-    kind = _KINDS[_base(collective)]
+    kind = COLLECTIVES[base_opcode(collective)]
     return received_bytes(kind, collective.operand_bytes, devices)
 
 
 def _values(module: Module, collective: Instruction) -> int:
     """How many values a collective moves: several where XLA combined as many."""
     count = len(collective.operands)
-    if _base(collective) == "all-to-all" and "dimensions=" not in collective.attributes:
+    if (
+        base_opcode(collective) == "all-to-all"
+        and "dimensions=" not in collective.attributes
+    ):
         return count // group_size(collective, module.devices)  # one for each device
     return count
 
 
 # --- Kernels ---------------------------------------------------------------------- #
 
-# These run nothing on the device.
-_FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast opt-barrier after-all "
-    "add-dependency domain partition-id replica-id".split()
-)
-_MATMULS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
-# `__cublas$lt$matmul`, `__cublas$gemm`, `__cudnn$fmhaSoftmax`, `__onednn$matmul`
-_MATMUL_TARGET = re.compile(r"gemm|matmul|fmha|cudnn\$conv", re.IGNORECASE)
-# The kernels of `jhost._ragged`, by their names in Pallas.
-_MATMUL_NAME = re.compile(r"jhost_ragged_(dot|sum)/")
-
 
 def _kernels(
     module: Module, instructions: Iterable[Instruction]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the kernels among them: matmuls, and others."""
-    found = [(k.name, is_matmul(module, k)) for k in _issued(module, instructions)]
+    found = [(k.name, is_matmul(module, k)) for k in issued(module, instructions)]
     return (
         tuple(name for name, is_matmul in found if is_matmul),
         tuple(name for name, is_matmul in found if not is_matmul),
     )
-
-
-def _issued(
-    module: Module, instructions: Iterable[Instruction]
-) -> Iterator[Instruction]:
-    """The instructions that compute or copy, also in called computations, in order."""
-    for instruction in instructions:
-        if instruction.opcode in CONTROL:
-            for name in instruction.called:
-                yield from _issued(module, module.computations[name])
-        elif not _is_free(instruction) and not any(collectives(module, instruction)):
-            yield instruction
-
-
-def _is_free(instruction: Instruction) -> bool:
-    if _ends(instruction) or instruction.opcode in _FREE:
-        return True
-    # `jax.lax.empty` becomes this.
-    return attribute("custom_call_target", instruction) == "AllocateBuffer"
-
-
-def is_matmul(module: Module, kernel: Instruction) -> bool:
-    """Whether it is a matmul, calls one of a library, or is a fusion with one in it."""
-    if kernel.opcode in _MATMULS:
-        return True
-    if _MATMUL_TARGET.search(attribute("custom_call_target", kernel)):
-        return True
-    if _MATMUL_NAME.search(attribute("op_name", kernel)):
-        return True
-    inner = (i for name in kernel.called for i in module.computations[name])
-    return any(is_matmul(module, instruction) for instruction in inner)
-
-
-def attribute(name: str, instruction: Instruction) -> str:
-    """The value of an attribute that is written in quotes; "" without it."""
-    match = re.search(rf'\b{name}="([^"]*)"', instruction.attributes)
-    return match[1] if match else ""
 
 
 # --- The table -------------------------------------------------------------------- #

@@ -147,6 +147,7 @@ def timeline(
         )
     found = [_spans(call, operations) for call in _by_call(events, calls, name)]
     times = tuple(max(span.end for span in spans) for spans in found)
+    # A call that ran, and no mean of two, because its spans are shown.
     middle = times.index(statistics.median_low(times))
     return Timeline(
         name=name,

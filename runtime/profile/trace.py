@@ -75,6 +75,7 @@ def record(run: Callable[[], Any]) -> Any:
             jax.block_until_ready(run())
         finally:
             jax.profiler.stop_trace()
+        # From the file: `stop_trace` gives nothing (JAX 0.10 to 0.12).
         return ProfileData.from_file(str(_file(Path(folder))))
 
 
@@ -97,7 +98,7 @@ def read_trace(profile: Any) -> ProfilerTrace:
 
 
 def _events(profile: Any) -> tuple[list[Event], list[Event]]:
-    """The events of GPUs, and those of the host's threads."""
+    """The events of GPUs, and the events of the host's threads."""
     of_gpus: list[Event] = []
     of_host: list[Event] = []
     for plane in profile.planes:
@@ -112,6 +113,7 @@ def _events(profile: Any) -> tuple[list[Event], list[Event]]:
 def _of_gpu(lines: Iterable[Any], device: int) -> Iterator[Event]:
     """The events on the streams of a GPU; other lines repeat them in summaries."""
     for line in lines:
+        # A stream by its number: names of kinds of work may follow it.
         if match := re.match(r"Stream #(\d+)", line.name):
             for event in line.events:
                 yield _event(event, dict(event.stats), device, f"queue {match[1]}")

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost.runtime.compiler_options import PERMUTE_MODE, PUTS, accepted
+from jhost.runtime.accepted_options import accepted
+from jhost.runtime.compiler_options import PERMUTE_MODE, PUTS
 from tests.aot.on_h200 import MakeH200s
 
 COPIES = {PERMUTE_MODE: "COLLECTIVES_PEER_MEMORY"}

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.explain import explain_program
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.program import Program
 from jhost.testing import programs
 

@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost import __main__, _calibration
+from jhost import __main__, _calibration_cache, _calibration_holds
 from jhost._calibrate import measure
 from jhost._calibrate.measure import Measuring
-from jhost._calibration import Calibration, conditions_here, rates_here
+from jhost._calibration import Calibration
+from jhost._calibration_holds import conditions_here, rates_here
 from jhost._commands import doctor
 from jhost._commands.findings import Report
 from jhost._progress import Progress
@@ -170,7 +171,7 @@ def test_a_calibration_between_processes_holds_for_as_many_alone(
     assert "8% of its time" in str(slow)
     assert Calibration.from_json(slow.to_json()) == slow
     texts = [alone.to_json(), slow.to_json()]
-    monkeypatch.setattr(_calibration, "_shared", texts)
+    monkeypatch.setattr(_calibration_cache, "_shared", texts)
     devices = devices_of(None)
     for here, held in [
         (slow.conditions, slow),
@@ -178,8 +179,10 @@ def test_a_calibration_between_processes_holds_for_as_many_alone(
         (dataclasses.replace(slow.conditions, processes=4), alone),
         (alone.conditions, alone),
     ]:
-        monkeypatch.setattr(_calibration, "conditions_here", lambda here=here: here)
-        assert _calibration.calibration_here(devices) == held
+        monkeypatch.setattr(
+            _calibration_holds, "conditions_here", lambda here=here: here
+        )
+        assert _calibration_holds.calibration_here(devices) == held
 
 
 def test_a_calibration_without_puts_still_holds() -> None:
@@ -210,8 +213,8 @@ def test_measured_puts_are_in_the_rates_where_they_can_be_had(
         ),
     )
     assert Calibration.from_json(found.to_json()) == found
-    monkeypatch.setattr(_calibration, "conditions_here", lambda: conditions)
-    _calibration.keep(found)
+    monkeypatch.setattr(_calibration_holds, "conditions_here", lambda: conditions)
+    _calibration_cache.keep(found)
     there = Devices(platform="gpu", kind=kind, count=2, processes=1)
     without, put = rates_here(there), rates_here(there, puts=True)
     assert without is not None
@@ -250,7 +253,7 @@ def test_what_was_lowered_before_is_chosen_again(
         out_shardings=P(),
     )
     used: list[object] = []
-    real = _calibration.rates_here
+    real = _calibration_holds.rates_here
     monkeypatch.setattr(
         "jhost._call.program.rates_here", lambda *d: used.append(real(*d)) or used[-1]
     )
@@ -285,10 +288,10 @@ def test_it_may_be_kept_nowhere(cache: Path, tmp_path: Path) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_elsewhere_it_does_not_hold(change: dict[str, object]) -> None:
-    _calibration.keep(calibration(**change))
+    _calibration_cache.keep(calibration(**change))
     here = devices_of(None)
     assert rates_here(here) == rates_of("cpu")
-    outdated = list(_calibration.outdated(here))
+    outdated = list(_calibration_holds.outdated(here))
     if "device_kind" in change:
         assert not outdated
     else:
@@ -297,10 +300,10 @@ def test_elsewhere_it_does_not_hold(change: dict[str, object]) -> None:
 
 
 def test_it_says_nothing_of_devices_that_are_not_there() -> None:
-    _calibration.keep(calibration(device_kind="NVIDIA H200"))
+    _calibration_cache.keep(calibration(device_kind="NVIDIA H200"))
     topology = Devices(platform="gpu", kind="NVIDIA H200", count=4, processes=1)
     assert rates_here(topology) == rates_of("NVIDIA H200")
-    _calibration.keep(calibration())
+    _calibration_cache.keep(calibration())
     with assumed("NVIDIA H200"):
         assert rates_here(devices_of(None)) == rates_of("NVIDIA H200")
 
@@ -316,7 +319,7 @@ def test_it_says_nothing_of_devices_that_are_not_there() -> None:
     ],
 )
 def test_a_file_that_is_none_is_ignored_with_a_warning(text: str, cache: Path) -> None:
-    _calibration._parsed.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    _calibration_cache._parsed.cache_clear()  # pyright: ignore[reportPrivateUsage]
     folder = cache / "calibration-2"
     folder.mkdir(parents=True)
     (folder / "broken.json").write_text(text)
@@ -326,11 +329,11 @@ def test_a_file_that_is_none_is_ignored_with_a_warning(text: str, cache: Path) -
 
 def test_in_a_job_those_of_process_0_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     here, found = devices_of(None), calibration()
-    _calibration.keep(calibration(jax="another"))
+    _calibration_cache.keep(calibration(jax="another"))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert rates_here(here) == rates_of("cpu"), "others may have none"
-    monkeypatch.setattr(_calibration, "_shared", None)
-    _calibration.share([found.to_json()])
+    monkeypatch.setattr(_calibration_cache, "_shared", None)
+    _calibration_cache.share([found.to_json()])
     assert rates_here(here) == found.rates
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from jhost import Calibration, Tuning, _calibration, errors
+from jhost import Calibration, Tuning, _calibration, _calibration_cache, errors
 from jhost._tuning import FORMAT, Environment
 from jhost._tuning_cache import CacheKey, load
 from jhost.runtime.profile.schedule import parse_schedule
 
-parsed: Any = vars(_calibration)["_parsed"]
+parsed: Any = vars(_calibration_cache)["_parsed"]
 
 DEEP = b"[" * 100_000
 TEXTS = [b"", b"null", b"NaN", b"1e999", b"\xff\xfe", b"\x00", DEEP, b"9" * 5000]
@@ -169,7 +169,7 @@ def test_a_kept_calibration_is_read_or_ignored_with_a_warning(
     (folder / "one.json").write_bytes(text)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = parsed(tuple(_calibration.kept_texts()))
+        found = parsed(tuple(_calibration_cache.kept_texts()))
     assert all(each.rates.memory > 0 and str(each) for each in found)
     kinds = [str(each.message).split(": ")[0] for each in said]
     assert set(kinds) <= {"jhost.calibrate"}
@@ -200,7 +200,7 @@ def test_a_folder_in_a_file_s_place_is_ignored_with_a_warning(cache: Path) -> No
         assert load(key) is None
     (cache / f"calibration-{_calibration.FORMAT}" / "one.json").mkdir(parents=True)
     with pytest.warns(UserWarning, match="is ignored"):
-        assert _calibration.kept_texts() == []
+        assert _calibration_cache.kept_texts() == []
 
 
 def test_examples_are_what_is_read(cache: Path) -> None:

@@ -20,15 +20,30 @@ from jax.typing import ArrayLike
 
 import jhost
 from jhost import errors
+from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.cost.rates import Link, Rates
 from jhost.lowering.cost.tasks import Task
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.pipelines import PipelineSpec
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    LeftStream,
+    Prediction,
+    ReplicationReport,
+    StreamReport,
+)
 from jhost.lowering.rules.dim_rule import DimRule
-from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.profile.schedule import ScheduledCommunication
 
-ROWS = CommunicationReport, ScheduledCommunication
+ROWS = (
+    CommunicationReport,
+    LayoutReport,
+    LeftStream,
+    Prediction,
+    ReplicationReport,
+    ScheduledCommunication,
+    StreamReport,
+)
 DECISIONS = jhost.Tuning, DimRule, PipelineSpec, StreamChoice, Task, Rates, Link
 
 MODULES = [
@@ -84,6 +99,23 @@ def test_what_can_fail_says_how(method: Any) -> None:
     assert raised
     known = vars(errors) | vars(builtins)
     assert all(issubclass(known[name], Exception) for name in raised)
+
+
+def held() -> dict[str, Any]:
+    """One of each object of a function's that users hold, by the name of its class."""
+    f = jhost.jit(lambda x: x + 1)
+    lowered = f.lower(jax.ShapeDtypeStruct((2,), "float32"))
+    return {"JitFunction": f, "Lowered": lowered, "Compiled": lowered.compile()}
+
+
+@pytest.mark.parametrize("name", ["JitFunction", "Lowered", "Compiled"])
+def test_help_has_the_attributes_of_what_users_hold(name: str) -> None:
+    text = inspect.getdoc(getattr(jhost, name)) or ""
+    part = text.partition("Attributes:")[2].partition("Example:")[0]
+    listed = re.findall(r"^    (\w+): ", part, re.M)
+    assert len(listed) > 2
+    each = held()[name]
+    assert all(hasattr(each, attribute) for attribute in listed)
 
 
 def test_layers_show_their_arguments() -> None:
@@ -198,6 +230,27 @@ def test_docstrings_say_the_shape_and_dtype_of_every_array(module: str) -> None:
     assert {name: arrays for name, arrays in missing.items() if arrays} == {}
 
 
+@pytest.mark.parametrize("module", blocks())
+def test_docstrings_say_every_argument_and_every_result(module: str) -> None:
+    """Of functions and methods; classes are made by them, or have Attributes."""
+    missing: dict[str, list[str]] = {}
+    for name, each in members(module).items():
+        is_hook = module == "jhost.pytest_plugin" or module == "jhost.errors"
+        if not isinstance(each, type) and not is_hook:
+            if lacks := unlisted(each):
+                missing[name] = lacks
+    assert missing == {}
+
+
+def unlisted(function: Any) -> list[str]:
+    """The arguments that a docstring leaves out, and "Returns" if it says no result."""
+    signature, entries = inspect.signature(function), entries_of(function)
+    wanted = [name for name in signature.parameters if name != "self"]
+    if signature.return_annotation not in (None, "None", inspect.Signature.empty):
+        wanted.append("Returns")
+    return [name for name in wanted if not entries.get(name)]
+
+
 def test_layers_say_the_shapes_and_dtypes_of_what_comes_and_goes() -> None:
     """Where the reference shows it, which has flax's and their calls nowhere."""
     layers = [each for each in members("jhost.nnx").values() if isinstance(each, type)]
@@ -234,6 +287,7 @@ def test_what_a_docstring_does_not_say_is_found() -> None:
     assert unsaid(poor) == ["y", "Returns"]
     poor.__doc__ = "Adds two arrays of any shape and dtype."
     assert unsaid(poor) == ["x", "y", "args", "kwargs", "Returns"]
+    assert unlisted(poor) == ["x", "y", "n", "args", "kwargs", "Returns"]
 
 
 def imported(name: str) -> ModuleType:

@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.explain import explain_program
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.program import Program
 from tests.jhost.derived import backward
 from tests.jhost.quick_random import quick_key, rngs

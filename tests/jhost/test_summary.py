@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import jhost
-from jhost.lowering.explain import Explanation
+from jhost.lowering.communication_report import CommunicationReport
+from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.remarks import (
     LayoutReport,
     LeftStream,
@@ -21,7 +22,6 @@ from jhost.lowering.ir.remarks import (
     Search,
     StreamReport,
 )
-from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.devices import assumed
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]

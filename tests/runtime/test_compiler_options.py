@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 import jhost
 from jhost._call import execute
 from jhost.lowering.ir.reach import Reach
-from jhost.runtime import compiler_options
+from jhost.runtime import accepted_options, compiler_options
 from jhost.runtime.devices import Devices
 from tests.jhost.blocks import ARGS, assert_same, hosted, relu_block
 
@@ -34,7 +34,7 @@ def test_options_for_an_outer_jit_are_taken_by_it() -> None:
 
 def test_an_option_that_xla_does_not_know_is_found_out() -> None:
     device = jax.devices()[0]
-    accepts = compiler_options._accepts  # pyright: ignore[reportPrivateUsage]
+    accepts = accepted_options._accepts  # pyright: ignore[reportPrivateUsage]
     assert accepts(device, "xla_gpu_dot_merger_threshold_mb", 0)
     assert not accepts(device, "xla_gpu_there_is_no_such_option", 0)
 
@@ -42,7 +42,7 @@ def test_an_option_that_xla_does_not_know_is_found_out() -> None:
 def test_a_trial_is_apart_from_the_mesh_that_is_set(
     make_mesh: Callable[..., Mesh],
 ) -> None:
-    accepts = compiler_options._accepts  # pyright: ignore[reportPrivateUsage]
+    accepts = accepted_options._accepts  # pyright: ignore[reportPrivateUsage]
     with jax.set_mesh(make_mesh((4,), ("tp",))):
         assert accepts(jax.devices()[1], "xla_gpu_dot_merger_threshold_mb", 0)
 

@@ -27,7 +27,7 @@ from jhost._progress import Progress
 _MODULE = "benchmarks.step"
 
 _BEFORE = "JHOST_BENCHMARK_BEFORE"
-"""What was measured before the processes started, for them: a variable with JSON."""
+"""A variable with JSON: the measurements from before the processes started."""
 
 _GRACE_S = 60.0
 """How long processes may take behind the time limit, for what they were at."""
@@ -99,7 +99,7 @@ def _measure_one(
 def _joined_or_started(
     arguments: argparse.Namespace, argv: Sequence[str] | None, cases: Sequence[Case]
 ) -> dict[str, Any]:
-    """What was measured before, once this is one of the processes.
+    """The measurements from before, once this is one of the processes.
 
     PyTorch's processes come first: JAX, once it has started, holds the GPUs' memory.
     """

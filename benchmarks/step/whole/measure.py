@@ -21,7 +21,7 @@ from benchmarks.step.measure import choices, profiled, timed
 from benchmarks.step.whole import arms as all_arms
 from benchmarks.step.whole.model import State, first_state, tokens_of
 from benchmarks.step.whole.sizes import Case
-from jhost.runtime.compiler_options import accepted
+from jhost.runtime.accepted_options import accepted
 
 STEPS_COMPARED = 4
 LOSS_AT_MOST, MOMENT_AT_MOST = 0.01, 0.05

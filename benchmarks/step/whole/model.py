@@ -1,7 +1,7 @@
 """The step that is measured: embedding, Llama layers, loss, clipping and AdamW.
 
-Where a device's part is spread and brought together again is asked of a `Placement`, so
-that the step alone on each device is the same code.
+A `Placement` says where a device's part is spread and brought together again.  So the
+step alone on each device is the same code.
 """
 
 from __future__ import annotations

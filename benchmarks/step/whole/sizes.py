@@ -110,7 +110,7 @@ class Case:
 
 
 def axes_of(text: str) -> tuple[tuple[str, int], ...]:
-    """Those of "fsdp=2,tp=2", in the order dp, fsdp, tp.
+    """The axes in "fsdp=2,tp=2", in the order dp, fsdp, tp.
 
     Raises:
         ValueError: it names others, or has no sizes.

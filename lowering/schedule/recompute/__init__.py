@@ -1,1 +1,1 @@
-"""What is kept for later readers, and what is made again: one rule, at each border."""
+"""Values are kept for later readers, or made again: one rule, at each border."""

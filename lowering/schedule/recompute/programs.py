@@ -94,8 +94,8 @@ def _with_least(
 ) -> Pair:
     """A pair with the least between its programs.
 
-    `given` has the bytes that passing values takes which are there already.  What is in
-    `kept` is not computed again, but of values that cost nothing.
+    `given` has the bytes that passing values takes which are there already.  Values in
+    `kept` are not computed again, except from values that cost nothing.
     """
     again = _makers(pair)
     free = _free(
