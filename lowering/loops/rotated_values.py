@@ -186,7 +186,7 @@ class _Rotations:
                             waiting += names
 
     def follows(self, names: AbstractSet[ValueName]) -> bool:
-        """Whether a value may follow others: nothing shows its parts or needs order."""
+        """Whether values may follow others: nothing shows parts, or needs the order."""
         parts = any(self.uses[name].parts for name in names)
         return not (parts or names & self.whole)
 
