@@ -19,8 +19,8 @@ from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.collective import INDEX
-from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.streams.participation import Access
 
 PIECE = LoopIndex("p")

@@ -19,8 +19,8 @@ from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.beside import Unchunked
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
-from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.loops.skewed import SkewedLoop
 from jhost.lowering.loops.zigzag import (
     ZigzagLoop,

@@ -16,7 +16,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.loops.legality import Pipelining
+from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.schedule.permutes import is_narrow
 from jhost.lowering.streams.participation import Access, Participation
 from jhost.lowering.units.make import type_of, unit_of

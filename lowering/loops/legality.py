@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Container, Mapping, Sequence, Set
-from typing import TypeAlias
 
 import jax.numpy as jnp
 
@@ -15,56 +14,12 @@ from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.pipelines import PipelineSpec
-from jhost.lowering.ir.statements import Communicate, Compute, PipelineKind
+from jhost.lowering.ir.statements import Communicate, Compute
+from jhost.lowering.loops.pipelining import Pipelining, Ways, off, owners_along
 from jhost.lowering.streams.participation import Participation
 
 DEFAULT_CHUNKS = 4
 """The chunk count of a collective pipeline that was asked for without one."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelining:
-    """What a stream gets.
-
-    Attributes:
-        spec: the pipeline, with nothing left open.
-        reason: why it was chosen.
-        participations: the nodes that work in chunks, by number.
-        axes: the mesh axes along which a p2p pipeline moves its chunks.
-        across: other axes along which some of its loops also move them (`skewed.py`).
-        by_name: whether the user named the pipeline.  It is then kept even where
-            nothing runs beside its transfers.
-        beside: the numbers of the contractions over all chunks that stand beside
-            transfers.
-        fewer: what to say if there are fewer chunks than the user asked for.
-    """
-
-    spec: PipelineSpec
-    reason: str
-    participations: Mapping[int, Participation]
-    axes: tuple[str, ...] = ()
-    across: tuple[str, ...] = ()
-    by_name: bool = True
-    beside: frozenset[int] = frozenset()
-    fewer: str = ""
-
-    @property
-    def pipeline(self) -> PipelineKind:
-        return self.spec.pipeline or "off"
-
-    @property
-    def chunks(self) -> int:
-        return self.spec.chunks or 1
-
-    @property
-    def ways(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of axes along which chunks move."""
-        return (self.axes, self.across) if self.across else (self.axes,)
-
-    def owners(self, mesh: Mapping[str, int]) -> int:
-        """The chunks of a p2p pipeline that cuts no shard into pieces."""
-        return _owners(self.ways, mesh)
 
 
 def choose_pipeline(
@@ -96,12 +51,6 @@ def choose_pipeline(
         return off(mark.reason or "auto, but jhost has no rates of the devices")
     _check_count(mark, count, extent)
     return _collective(mark, count, reason, extent, parts)
-
-
-def off(reason: str) -> Pipelining:
-    """No pipeline."""
-    spec = PipelineSpec(pipeline="off", chunks=1)
-    return Pipelining(spec=spec, reason=reason, participations={})
 
 
 def _collective(
@@ -167,7 +116,7 @@ def _p2p(
         return off("there is one device, and nothing moves")
     ways, kept = _ways(mark, graph, parts, mesh)
     axes = tuple(itertools.chain(*ways))
-    devices = _owners(ways, mesh)
+    devices = owners_along(ways, mesh)
     asked = mark.spec
     count = devices if asked.chunks is None else asked.chunks
     if count % devices:
@@ -218,17 +167,8 @@ def _sums_up(node: Node, part: Participation) -> bool:
     return unit_eqn.rule.contracts and unit_eqn.rule.matmul is None
 
 
-_Ways: TypeAlias = tuple[tuple[str, ...], ...]
-"""One group of mesh axes along which chunks move, or two."""
-
-
-def _owners(ways: _Ways, mesh: Mapping[str, int]) -> int:
-    """The fewest chunks that cut the shards along each group evenly."""
-    return math.lcm(*(axes_size(axes, mesh) for axes in ways))
-
-
 def _moves(
-    ways: _Ways,
+    ways: Ways,
     graph: Sequence[Node],
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
@@ -240,7 +180,7 @@ def _moves(
         if isinstance(stmt, Communicate) and part.ratio != 1 and stmt.axes in ways:
             # With more groups, a shard has several stretches and each has every chunk.
             whole = max(part.reads[0].groups, part.writes[0].groups)
-            if whole == _owners(ways, mesh):
+            if whole == owners_along(ways, mesh):
                 moves[number] = stmt.axes
     return moves
 
@@ -250,7 +190,7 @@ def _ways(
     graph: Sequence[Node],
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
-) -> tuple[_Ways, dict[int, Participation]]:
+) -> tuple[Ways, dict[int, Participation]]:
     """The group of mesh axes along which most moves go, or two, and what moves so.
 
     In a loop along one group, the chunk of a step follows the device's rank there.  In
@@ -259,7 +199,7 @@ def _ways(
     stmts = (graph[number].stmt for number in parts)
     every = dict.fromkeys(s.axes for s in stmts if isinstance(s, Communicate))
     pairs = [p for p in itertools.combinations(every, 2) if not set(p[0]) & set(p[1])]
-    found: tuple[_Ways, dict[int, Participation]] | None = None
+    found: tuple[Ways, dict[int, Participation]] | None = None
     most = 0, 0
     for ways in (*((axes,) for axes in every), *pairs):
         moves = _moves(ways, graph, parts, mesh)
@@ -284,14 +224,14 @@ def _ways(
 
 
 def _moving(
-    ways: _Ways,
+    ways: Ways,
     moves: Container[int],
     graph: Sequence[Node],
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> dict[int, Participation]:
     """The nodes that move with the loop; others stand before it or behind it."""
-    axes, chunks = {*itertools.chain(*ways)}, _owners(ways, mesh)
+    axes, chunks = {*itertools.chain(*ways)}, owners_along(ways, mesh)
     return {
         number: part
         for number, part in parts.items()

@@ -17,7 +17,7 @@ from jhost.lowering.ir.graph import Graph, Group, merge_groups
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.loops.builder import Built, LoopBuilder
-from jhost.lowering.loops.legality import Pipelining
+from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.loops.planned import check_no_mark_is_lost, planned
 from jhost.lowering.schedule.recompute.gathers import with_gathers_again
 from jhost.lowering.streams.plan import with_plan_of
