@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost._call import config as call_config, execute, stages
+from jhost._call import config as call_config, execute, explained
 from jhost._call.config import Config
 from jhost.lowering.explain import puts
 from jhost.lowering.ir.program import Program
@@ -50,7 +50,7 @@ def h200s() -> Iterator[None]:
 @pytest.fixture
 def can_put(h200s: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are H200s whose NCCL puts."""
-    for module in (call_config, stages):
+    for module in (call_config, explained):
         monkeypatch.setattr(module, "puts_are_known", lambda mesh: mesh is not None)
 
 
