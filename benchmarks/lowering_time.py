@@ -1,7 +1,7 @@
 """How long it takes to lower a gradient, by the number of layers, against `jax.jit`.
 
     python benchmarks/lowering_time.py [--layers 50,100,200] [--json FILE]
-    python benchmarks/lowering_time.py --steps [--target tests/targets/h200.pbtxt]
+    python benchmarks/lowering_time.py --steps [--mesh fsdp=2,tp=2]
 
 Layers of a matmul and a tanh, written one after another, without marks.  Lowering is
 what the host does before XLA compiles: tracing, differentiating, jhost's passes, and
@@ -9,18 +9,22 @@ the text for XLA.  A time is the processor's, of the fastest of a few runs, each
 empty caches; it should grow as the number of layers does.
 
 With `--steps` they are steps of Llama 8B's width with marks that jhost chooses
-pipelines for, for two GPUs that need not be there: the target says what XLA knows of
-one.  The table also has the time in which XLA compiles the lowered program once, and
-the most memory that the process has had by then.  This takes JAX's plugin for CUDA 13,
-and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU.
+pipelines for, for GPUs that need not be there: the target says what XLA knows of one.
+The table also has the time in which XLA compiles the lowered program once, the most
+memory that the process has had by then, and the million Python calls of a lowering,
+which do not depend on the machine.  This takes JAX's plugin for CUDA 13, and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import functools
 import json
+import math
 import pathlib
+import pstats
 import resource
 import runpy
 import time
@@ -77,25 +81,33 @@ def seconds(make: Callable[[], Lowerable], layers: int, runs: int) -> float:
 
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTHS = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 32000}
-SIZES = {**WIDTHS, "sequence": 2048, "batch": 4, "microbatches": 2, "mesh": "tp=2"}
+SIZES = {**WIDTHS, "sequence": 2048, "batch": 4, "microbatches": 2}
+AXES = ("dp", "fsdp", "tp")
 
 Jit: TypeAlias = Callable[..., Any]
 Step: TypeAlias = tuple[Lowerable, tuple[Any, ...]]
 """What has `lower`, and the types of its arguments."""
 
+Make: TypeAlias = Callable[[dict[str, Any], Jit, str, int], Step]
+"""Makes a step of the script of the Llama, for a mesh and so many layers."""
 
-def two_gpus(target: pathlib.Path) -> Mesh:
-    """A mesh of two of the GPUs that `target` describes, along tp."""
+
+def gpus(target: pathlib.Path, text: str) -> Mesh:
+    """A mesh of the GPUs that `target` describes; `text` is like "fsdp=2,tp=2"."""
+    named = dict(each.split("=") for each in text.split(","))
+    sizes = [int(named.get(axis, 1)) for axis in AXES]
     found = topologies.get_topology_desc(
-        platform="cuda", target_config=target.read_text(), topology="1x1x2"
+        platform="cuda",
+        target_config=target.read_text(),
+        topology=f"1x1x{math.prod(sizes)}",
     )
-    devices = np.array(found.devices).reshape(1, 1, 2)
-    return Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    devices = np.array(found.devices).reshape(sizes)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def in_a_scan(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
+def in_a_scan(llama: dict[str, Any], jit: Jit, mesh: str, layers: int) -> Step:
     """A training step of `examples/llama.py`: its layers are in a scan."""
-    return trained(llama, jit, llama["Config"](**SIZES, layers=layers))
+    return trained(llama, jit, llama["Config"](**SIZES, mesh=mesh, layers=layers))
 
 
 def trained(llama: dict[str, Any], jit: Jit, config: Any) -> Step:
@@ -113,9 +125,9 @@ def trained(llama: dict[str, Any], jit: Jit, config: Any) -> Step:
     return step, (state, jax.ShapeDtypeStruct(shape, np.int32))
 
 
-def written_out(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
+def written_out(llama: dict[str, Any], jit: Jit, mesh: str, layers: int) -> Step:
     """The gradients of its layers, one after another."""
-    config = llama["Config"](**SIZES, layers=1)
+    config = llama["Config"](**SIZES, mesh=mesh, layers=1)
     kinds = jax.eval_shape(functools.partial(llama["first_state"], config)).params
     specs = {name: P(*spec[1:]) for name, spec in llama["PARAMS"]["layers"].items()}
     weights = {
@@ -136,37 +148,51 @@ def written_out(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
     return step, (jax.ShapeDtypeStruct(x, jnp.bfloat16), [weights] * layers)
 
 
-STEPS: dict[str, tuple[Callable[[dict[str, Any], Jit, int], Step], int]] = {
+STEPS: dict[str, tuple[Make, int]] = {
     "a training step, 4 layers in a scan": (in_a_scan, 4),
     "gradients of 24 layers written out": (written_out, 24),
 }
 
 
-def step_figures(name: str, mesh: Mesh, runs: int) -> dict[str, float]:
-    """Processor time to lower a step, and to compile it; the most memory in MB."""
-    make, layers = STEPS[name]
+def step_figures(name: str, on: str, mesh: Mesh, runs: int) -> dict[str, float]:
+    """Processor time to lower a step `on` a mesh, and to compile it; memory in MB."""
     llama = runpy.run_path(str(ROOT / "examples" / "llama.py"))
     figures: dict[str, float] = {}
-    jits: dict[str, Jit] = {
-        "jax.jit": jax.jit,
-        "jhost": functools.partial(jhost.jit, mesh=mesh),
-    }
+    jhosted = functools.partial(jhost.jit, mesh=mesh)
+    jits: dict[str, Jit] = {"jax.jit": jax.jit, "jhost": jhosted}
     lowered: Any = None
     for who, jit in jits.items():
         times: list[float] = []
         for _ in range(runs):
-            jax.clear_caches()
-            step, types = make(llama, jit, layers)
+            lower = lowering(name, llama, jit, on, mesh)
             start = time.process_time()
-            with jax.set_mesh(mesh):
-                lowered = step.lower(*types)
+            lowered = lower()
             times.append(time.process_time() - start)
         figures[who] = min(times)
         figures[f"{who}, MB"] = peak_megabytes()
+    lower = lowering(name, llama, jhosted, on, mesh)
+    with cProfile.Profile() as profile:
+        lower()
+    figures["Mcalls"] = vars(pstats.Stats(profile))["total_calls"] / 1e6
     start = time.process_time()
     lowered.compile()
     figures["XLA"] = time.process_time() - start
     return figures
+
+
+def lowering(
+    name: str, llama: dict[str, Any], jit: Jit, on: str, mesh: Mesh
+) -> Callable[[], Any]:
+    """What lowers a step with empty caches."""
+    jax.clear_caches()
+    make, layers = STEPS[name]
+    step, types = make(llama, jit, on, layers)
+
+    def lower() -> Any:
+        with jax.set_mesh(mesh):
+            return step.lower(*types)
+
+    return lower
 
 
 def peak_megabytes() -> float:
@@ -190,12 +216,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--steps", action="store_true", help="whole steps for GPUs")
+    parser.add_argument("--mesh", default="tp=2", help="of the GPUs of --steps")
     target = ROOT / "tests" / "targets" / "h200.pbtxt"
     parser.add_argument("--target", type=pathlib.Path, default=target, metavar="FILE")
     arguments = parser.parse_args(argv)
     if arguments.steps:
-        mesh = two_gpus(arguments.target)
-        print_steps({name: step_figures(name, mesh, arguments.runs) for name in STEPS})
+        on, runs = arguments.mesh, arguments.runs
+        mesh = gpus(arguments.target, on)
+        print_steps({name: step_figures(name, on, mesh, runs) for name in STEPS})
         return
     counts = [int(count) for count in arguments.layers.split(",")]
     rows = {
