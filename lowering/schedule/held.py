@@ -25,12 +25,13 @@ from jhost.lowering.schedule.blocks import (
 )
 
 
-def held(blocks: StatementBlocks) -> list[int]:
+def held(blocks: StatementBlocks, in_place: bool = True) -> list[int]:
     """The bytes that a program holds at each block, bodies of the block included.
 
-    Transfers count from where they stand in the program.
+    Transfers count from where they stand in the program.  If not `in_place`, a written
+    cheap value and what it is made of both count, for each reader.
     """
-    lives = _Lives(blocks.results)
+    lives = _Lives(blocks.results, in_place)
     for number, block in enumerate(blocks.all):
         lives.add(number, block, cheap=blocks.fuses(number))
     replaced = set(lives.replaced())
@@ -62,8 +63,9 @@ def _most_inside(stmts: Iterable[Stmt]) -> int:
 class _Lives:
     """The values that take memory: their bytes, and their first and last blocks."""
 
-    def __init__(self, results: set[str]) -> None:
+    def __init__(self, results: set[str], in_place: bool) -> None:
         self.results = results
+        self.in_place = in_place
         self.sizes: dict[str, int] = {}
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
@@ -97,6 +99,9 @@ class _Lives:
 
     def write(self, name: str, number: int, block: StatementBlock) -> None:
         """Note that XLA writes a cheap value, because a contraction reads it."""
+        if not self.in_place:
+            self.count(name, number, self.cheap[name])
+            return
         size, behind = self.cheap.pop(name), self.made_of[name]
         for each in behind:
             self.last[each] = number
@@ -116,8 +121,11 @@ class _Lives:
                 yield name
 
     def in_memory(self, name: str, number: int, size: int) -> None:
-        self.sizes[name] = size
         self.made_of[name] = frozenset([name])
+        self.count(name, number, size)
+
+    def count(self, name: str, number: int, size: int) -> None:
+        self.sizes[name] = size
         self.first.setdefault(name, number)
         self.last[name] = number
 
