@@ -50,7 +50,7 @@ from jhost.lowering.schedule.blocks import (
     communication_of,
     has_moved,
 )
-from jhost.lowering.schedule.held import held
+from jhost.lowering.schedule.held import held, holds_bodies
 from jhost.lowering.schedule.intervals import (
     GATHERING,
     SUMS,
@@ -130,7 +130,10 @@ class _Walk:
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
         copied = any(t.sums and t.way == "permutes" for t in self.transfers.values())
-        self.there = held(program) if copied else []
+        # Without a scan the closer count ends sums before XLA has put work beside them:
+        # three permutes of a data-parallel backward over four H200s would be exposed.
+        in_place = holds_bodies(self.blocks)
+        self.there = held(program, in_place) if copied else []
         """The bytes that the program holds at each block as it is."""
         self.most = max(self.there, default=0)
         self.sums: list[list[ScheduledTransfer]] = []

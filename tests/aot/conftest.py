@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,9 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from tests.aot.on_h200 import MakeH200s
+
+# By name: what JAX calls to ask for a GPU has no public name.
+CUDNN: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 # What XLA knows of an H200, as JAX 0.11.2 wrote it on one; 0.12 reads it as well.
 TARGET = Path(__file__).parents[1] / "targets" / "h200.pbtxt"
@@ -25,6 +30,14 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX takes this machine for one with an H200 and cuDNN."""
+    monkeypatch.setattr(CUDNN, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(CUDNN, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(CUDNN, "is_cuda_compute_capability_equal", lambda _: False)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import re
 from collections.abc import Callable
@@ -18,19 +17,10 @@ import jhost
 from jhost.runtime.profile.schedule import parse_schedule
 from tests.aot.on_h200 import MakeH200s, compile_both_ways, exposed
 
-# By name: what JAX calls to ask for a GPU has no public name.
-CUDNN: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+pytestmark = pytest.mark.usefixtures("hopper")
 
 SEQUENCE, MODEL = 1024, 4096
 HEADS, SHARED, SIZE = 32, 8, 128
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX takes this machine for one with an H200 and cuDNN."""
-    monkeypatch.setattr(CUDNN, "check_cudnn_version", lambda: 91300)
-    monkeypatch.setattr(CUDNN, "check_compute_capability", lambda _: True)
-    monkeypatch.setattr(CUDNN, "is_cuda_compute_capability_equal", lambda _: False)
 
 
 def block(

@@ -71,7 +71,7 @@ def narrow(x: jax.Array, w: jax.Array) -> Any:
 def test_what_a_contraction_reads_is_written_in_place_of_what_it_is_made_of(
     fun: Callable[..., Any], values: list[float]
 ) -> None:
-    blocks = blocks_of(built(fun, (SIDE, SIDE), (SIDE, SIDE)))
-    there = held(blocks)
+    program = built(fun, (SIDE, SIDE), (SIDE, SIDE))
+    blocks, there = blocks_of(program), held(program)
     at = [there[n] for n, block in enumerate(blocks.all) if block.contracts]
     assert at == [number * VALUE for number in values]
