@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.rows import with_rows
 from tests.lowering.hand_built import integers
 
-Fun: TypeAlias = Callable[[jax.Array], Any]
+Fun: TypeAlias = Callable[[Any], Any]
 
 
 def _pieces(fun: Fun) -> list[int]:
@@ -26,7 +27,7 @@ def _pieces(fun: Fun) -> list[int]:
     flat = with_rows(inline_calls(closed))
     values: dict[Any, Any] = dict(zip(flat.invars, [x], strict=True))
     for eqn in flat.eqns:
-        args = [v.val if hasattr(v, "val") else values[v] for v in eqn.invars]
+        args = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
         many = eqn.primitive.multiple_results
         values |= zip(eqn.outvars, outs if many else [outs], strict=True)
