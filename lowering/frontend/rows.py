@@ -21,7 +21,7 @@ from jhost.lowering.rules.rearrange import MOST_PIECES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _JoinedRow:
     """Arrays that are joined along a dim."""
 
     dim: int
@@ -48,7 +48,7 @@ def with_rows(flat: FlatJaxpr) -> FlatJaxpr:
 
 class _RowWriter:
     def __init__(self) -> None:
-        self.rows: dict[Var, _Row] = {}
+        self.rows: dict[Var, _JoinedRow] = {}
 
     def equation(self, eqn: JaxprEqn) -> JaxprEqn:
         """An equation, or one that does the same to the pieces of a row."""
@@ -58,7 +58,7 @@ class _RowWriter:
             return self.slice(eqn)
         return eqn
 
-    def row(self, value: Atom) -> _Row | None:
+    def row(self, value: Atom) -> _JoinedRow | None:
         return None if isinstance(value, Literal) else self.rows.get(value)
 
     def concatenation(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -66,7 +66,7 @@ class _RowWriter:
         pieces = [*self.pieces(eqn.invars, dim)]
         if len(pieces) > MOST_PIECES:
             pieces = [*eqn.invars]
-        self.rows[eqn.outvars[0]] = _Row(dim=dim, pieces=tuple(pieces))
+        self.rows[eqn.outvars[0]] = _JoinedRow(dim=dim, pieces=tuple(pieces))
         if len(pieces) == len(eqn.invars):
             return eqn
         return new_eqn(eqn.primitive, pieces, eqn.outvars, eqn.params, like=eqn)

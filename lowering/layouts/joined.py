@@ -15,7 +15,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.halo import Halo, HaloPiece
 from jhost.lowering.layouts.permutations import Sources
-from jhost.lowering.layouts.stretches import Stretch, received_in, rounds_of
+from jhost.lowering.layouts.stretches import NeededStretch, received_in, rounds_of
 from jhost.lowering.rules.reads import WindowReads
 
 
@@ -81,7 +81,7 @@ class _Join:
         ]
         return Halo(window=self.count, pieces=tuple(pieces))
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[NeededStretch]:
         """What devices need of arrays that they have parts of."""
         for device in range(self.devices):
             for array, (reads, part) in enumerate(
@@ -94,7 +94,7 @@ class _Join:
                     start = max(sender * part, needed.start)
                     elements = range(start, min((sender + 1) * part, needed.stop))
                     if elements:
-                        yield Stretch(
+                        yield NeededStretch(
                             device=device,
                             sender=sender,
                             array=array,
@@ -121,7 +121,7 @@ class _Join:
             arrays=(array,) * self.devices,
         )
 
-    def kept(self, own: Sequence[Stretch]) -> HaloPiece:
+    def kept(self, own: Sequence[NeededStretch]) -> HaloPiece:
         """A piece of one array that each device has itself."""
         (array,) = {each.array for each in own}
         size = self.parts[array]
@@ -130,7 +130,7 @@ class _Join:
         found = {each.device: each for each in own}
         return self.piece(tuple(range(self.devices)), found, starts, size or 0)
 
-    def moved(self, sources: Sources, found: Mapping[int, Stretch]) -> HaloPiece:
+    def moved(self, sources: Sources, found: Mapping[int, NeededStretch]) -> HaloPiece:
         """The piece of one permute, of whatever array each device is sent."""
         size = max(len(each.elements) for each in found.values())
         starts: dict[int, int] = {}
@@ -143,7 +143,7 @@ class _Join:
     def piece(
         self,
         sources: Sources,
-        found: Mapping[int, Stretch],
+        found: Mapping[int, NeededStretch],
         starts: Mapping[int, int],
         size: int,
     ) -> HaloPiece:
@@ -172,9 +172,9 @@ class _Join:
         )
 
 
-def _kept_together(own: Sequence[Stretch]) -> list[list[Stretch]]:
+def _kept_together(own: Sequence[NeededStretch]) -> list[list[NeededStretch]]:
     """What devices keep: of each array at most one stretch a device in a group."""
-    groups: dict[tuple[int, int], list[Stretch]] = {}
+    groups: dict[tuple[int, int], list[NeededStretch]] = {}
     seen = Counter[tuple[int, int]]()
     for each in own:
         number = seen[each.device, each.array]

@@ -10,7 +10,7 @@ from jhost.lowering.layouts.permutations import Sources, permutations
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class NeededStretch:
     """Elements of an array that a device needs and another one has.
 
     `place` is where they begin in the device's window.
@@ -28,18 +28,18 @@ class Stretch:
         return self.device, self.sender, self.place, self.array
 
 
-Round: TypeAlias = tuple[Sources, Mapping[int, Stretch]]
+PermuteRound: TypeAlias = tuple[Sources, Mapping[int, NeededStretch]]
 """A permutation of the devices, and what each device receives in it."""
 
 
-def rounds_of(stretches: Sequence[Stretch], devices: int) -> list[Round]:
+def rounds_of(stretches: Sequence[NeededStretch], devices: int) -> list[PermuteRound]:
     """Permutations that move all stretches once."""
-    left: dict[tuple[int, int], list[Stretch]] = {}
+    left: dict[tuple[int, int], list[NeededStretch]] = {}
     # The largest of a pair is in the first permutation that has the pair.
     for each in sorted(stretches, key=lambda each: (len(each.elements), -each.place)):
         left.setdefault((each.device, each.sender), []).append(each)
     sizes = {each.key: len(each.elements) for each in stretches}
-    made: list[Round] = []
+    made: list[PermuteRound] = []
     for sources in permutations(sizes, devices):
         pairs = [pair for pair in enumerate(sources) if left.get(pair)]
         if pairs:
@@ -47,7 +47,7 @@ def rounds_of(stretches: Sequence[Stretch], devices: int) -> list[Round]:
     return made
 
 
-def received_in(rounds: Sequence[Round]) -> int:
+def received_in(rounds: Sequence[PermuteRound]) -> int:
     """How many elements a device receives."""
     pieces = ([len(each.elements) for each in found.values()] for _, found in rounds)
     return sum(map(max, pieces))

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from jhost.lowering.layouts.halo import Halo, HaloPiece, plan_halo
-from jhost.lowering.layouts.stretches import Round, Stretch, rounds_of
+from jhost.lowering.layouts.stretches import NeededStretch, PermuteRound, rounds_of
 from jhost.lowering.rules.reads import WindowReads
 
 
@@ -25,7 +25,7 @@ def plan_together(
     ]
     if len(reads) == 1 or not part:
         return tuple(alone)
-    together = _Together(reads, counts, part, devices).halos()
+    together = _WindowsTogether(reads, counts, part, devices).halos()
     return tuple(min(alone, together, key=_moved))
 
 
@@ -35,7 +35,7 @@ def _moved(halos: Sequence[Halo]) -> int:
     return sum(size for _, size, *_ in {piece.sent for piece in pieces})
 
 
-class _Together:
+class _WindowsTogether:
     def __init__(
         self,
         reads: tuple[WindowReads, ...],
@@ -64,7 +64,7 @@ class _Together:
             halos.append(Halo(window=size, pieces=used))
         return halos
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[NeededStretch]:
         """What each device needs of each device, by window."""
         for window, (reads, count) in enumerate(
             zip(self.reads, self.counts, strict=True)
@@ -77,7 +77,7 @@ class _Together:
                     start = max(sender * self.part, needed.start)
                     stop = min((sender + 1) * self.part, needed.stop)
                     if start < stop:
-                        yield Stretch(
+                        yield NeededStretch(
                             device=device,
                             sender=sender,
                             array=window,
@@ -109,7 +109,7 @@ class _Together:
         )
 
     def moved(
-        self, window: int, needed: set[tuple[int, int, range]], received: Round
+        self, window: int, needed: set[tuple[int, int, range]], received: PermuteRound
     ) -> HaloPiece | None:
         """What devices receive in a round, if some put it into this window."""
         sources, found = received

@@ -113,7 +113,9 @@ def _here(values: Sequence[int], shard: Shard) -> Any:
 
 def _slice_at(x: Any, start: Any, size: int, dim: int) -> Any:
     """`size` elements from `start` on; behind a shorter array there are zeros."""
-    x = padded(x, dim, lax.full((), 0, x.dtype), (0, max(size - x.shape[dim], 0)))
+    more = size - x.shape[dim]
+    if more > 0:
+        x = padded(x, dim, lax.full((), 0, x.dtype), (0, more))
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + size, axis=dim)
     return lax.dynamic_slice_in_dim(x, start, size, axis=dim)

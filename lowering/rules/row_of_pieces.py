@@ -28,7 +28,7 @@ class RowOfPieces:
 def plan_row(
     places: Sequence[Sequence[int]], lengths: Sequence[int], size: int
 ) -> RowOfPieces | None:
-    """The row for windows of that size, if there is one that is not much longer.
+    """The row for windows of that size, if there is one of at most twice the size.
 
     `places` has the place of each piece in each device's window.
     """
@@ -44,8 +44,10 @@ def plan_row(
     first, last = (m(starts.values(), default=0) for m in (min, max))
     length = last - first + size
     in_order = sorted(found, key=lambda each: each[1])
+    written = sum(lengths[number] for number, _ in found)
+    again = written - sum(lengths[number] for number in {n for n, _ in found})
     # A large piece on both sides of another one is better selected than written twice.
-    if 2 * length >= 3 * size or _overlap(in_order, lengths):
+    if length > 2 * size or 4 * again > size or _overlap(in_order, lengths):
         return None
     return RowOfPieces(
         length=length,

@@ -228,7 +228,7 @@ def test_what_a_contraction_gathers_is_not_repeated() -> None:
         lambda x: lax.top_k(x.T, 16)[0],
         lambda x: jnp.linalg.qr(x)[0],
         lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 40),
-        lambda x: jnp.concatenate([x] * 9),
+        lambda x: jnp.concatenate([x] * 33),
         lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b + a, (0,)),
         lambda x: lax.cumlogsumexp(x, axis=0),
         lambda x: jnp.reshape(x.T, (-1,)),

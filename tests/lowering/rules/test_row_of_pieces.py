@@ -53,3 +53,8 @@ def test_each_device_finds_its_pieces_in_the_row(data: st.DataObject) -> None:
                 at = places[number][device] + element
                 if 0 <= at < size:
                     assert window[at] == (number, element)
+
+
+def test_a_large_piece_is_not_written_twice() -> None:
+    """As in a tiling: half of the devices have the two pieces the other way round."""
+    assert plan_row([[0, 4], [4, 0]], [4, 4], 8) is None

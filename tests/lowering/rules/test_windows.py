@@ -91,10 +91,7 @@ def test_what_a_maximum_hands_back(
 def test_a_rotation_reads_before_and_behind_the_seam() -> None:
     closed = jax.make_jaxpr(lambda x: lax.concatenate([x[5:], x[:5]], 0))(integers(8))
     (eqn,) = with_shifts(inline_calls(closed)).eqns
-    first, rest = (dims[0] for dims in rule_of(eqn).operands)
-    assert first is not None
-    assert rest is not None
-    assert first.reads is not None
-    assert rest.reads is not None
-    assert (first.reads.first, first.reads.steps) == (5, (0, 3))
-    assert (rest.reads.first, rest.reads.steps) == (-3, (3, 8))
+    joined = rule_of(eqn).joined
+    assert joined is not None
+    found = [(operand, reads.first, reads.steps) for operand, reads in joined.reads]
+    assert found == [(0, 5, (0, 3)), (0, -3, (3, 8))]
