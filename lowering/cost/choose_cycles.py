@@ -31,7 +31,11 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Scan, While
 from jhost.lowering.schedule.cycle import Cycle
 from jhost.lowering.schedule.intervals import IsOpen
 from jhost.lowering.schedule.late_work import late_work
-from jhost.lowering.schedule.movable_transfers import MovableTransfers, cycle_of
+from jhost.lowering.schedule.movable_transfers import (
+    MovableTransfers,
+    cycle_of,
+    own_stacks,
+)
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 
@@ -94,7 +98,8 @@ class ChooseCycles(EachProgram):
                 program = self.with_transfers_moved(program, stmt, can_hide)
             elif isinstance(stmt, While):
                 exposed = MovableTransfers(stmt, can_hide).exposed()
-                program = _noted(program, _said_kept(stmt, exposed))
+                why = "nothing says whether another iteration follows"
+                program = _noted(program, _said_kept(stmt, exposed, why))
         return program
 
     def with_transfers_moved(
@@ -116,7 +121,10 @@ class ChooseCycles(EachProgram):
             if self.is_better(best, other, decision):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
-        return _noted(_noted(best, note), _said_kept(scan, kept))
+        why = "each iteration waits for the one before"
+        if own := own_stacks(scan, found):
+            kept, why = found.exposed(), own
+        return _noted(_noted(best, note), _said_kept(scan, kept, why))
 
     def cycles(
         self, program: Program, scan: Scan, found: MovableTransfers
@@ -182,15 +190,14 @@ def _noted(program: Program, note: Note | None) -> Program:
     return dataclasses.replace(program, remarks=(*program.remarks, note))
 
 
-def _said_kept(loop: Scan | While, kept: Sequence[Communicate]) -> Note | None:
-    """Why exposed transfers stay in their iteration, in words."""
+def _said_kept(
+    loop: Scan | While, kept: Sequence[Communicate], why: str
+) -> Note | None:
+    """That exposed transfers stay in their iteration, and why."""
     if not kept:
         return None
     names = _names(loop.body, kept)
-    if isinstance(loop, Scan):
-        where, why = f"scan of {loop.length}", "each iteration waits for the one before"
-    else:
-        where, why = "while loop", "nothing says whether another iteration follows"
+    where = f"scan of {loop.length}" if isinstance(loop, Scan) else "while loop"
     form = f"in the {where}: transfers of {names} stay in their iteration: {why}"
     return Note(form=form, where=loop.where)
 

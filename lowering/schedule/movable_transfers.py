@@ -29,10 +29,8 @@ def cycle_of(
     scan: ir.Scan, found: MovableTransfers, work: Sequence[Late] = ()
 ) -> Cycle | None:
     """The transfers of a scan that only another iteration can hide, and late `work`."""
-    if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
-        return None  # a stack begins as zeros, and there are none of random keys
-    if found.stacked & results_off_device(scan.body):
-        return None  # a stack in the host's memory is the scan's own to write
+    if own_stacks(scan, found):
+        return None
     of_work = {stmt.name for each in work for stmt in each.transfers}
     sums = (each for each in found.late() if of_work.isdisjoint(_sent(each)))
     early, late = tuple(found.early()), (*sums, *work)
@@ -42,6 +40,15 @@ def cycle_of(
     # With no iteration left in the scan XLA sees straight lines.  It would merge what
     # the backward gathers again with what the forward gathered, and keep it from there.
     return cycle if cycle.inside else None
+
+
+def own_stacks(scan: ir.Scan, found: MovableTransfers) -> str:
+    """Why a scan has to write its stacks itself, in words, if it has to."""
+    if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
+        return "a stack begins as zeros, and there are none of random keys"
+    if found.stacked & results_off_device(scan.body):
+        return "stacks in the host's memory are the scan's own to write"
+    return ""
 
 
 class MovableTransfers:

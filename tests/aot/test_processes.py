@@ -126,7 +126,7 @@ def both_passes(mesh: Mesh, specs: Sequence[P]) -> Sequence[ScheduledCommunicati
 @pytest.mark.parametrize(
     ("weights", "kinds"),
     [
-        ((P(None, "tp"), P("tp")), {"CollectivePermute": 7, "AllReduce": 4}),
+        ((P(None, "tp"), P("tp")), {"CollectivePermute": 9, "AllReduce": 4}),
         (
             (P("dp", "tp"), P("tp", "dp")),
             {"CollectivePermute": 9, "AllGather": 4, "ReduceScatter": 4},

@@ -149,6 +149,7 @@ def test_what_lies_in_the_hosts_memory_is_stacked_by_the_scan() -> None:
     how: dict[str, Any] = settings(FSDP) | {"out_shardings": FSDP[0]}
     program = check(jax.grad(again), *operands(4), **how)
     assert len(notes(program)) == 1  # the backward's, which stacks gradients
+    assert "stacks in the host's memory are the scan's own to write" in kept(program)
 
 
 def test_each_transfer_is_made_once() -> None:
