@@ -248,7 +248,7 @@ _OPERATORS: Mapping[type[ast.operator], str] = {
 
 
 def _shortened(node: ast.BinOp, lines: Sequence[str]) -> str:
-    """A long operation by its short operand: the right one, which mostly is a weight."""
+    """A long operation by its short operand, which mostly is a weight on the right."""
     sign = _OPERATORS.get(type(node.op))
     if sign and (right := _short(node.right, lines)):
         return f"... {sign} {right}"
