@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
+from jhost.lowering.cost.choose_layouts import ChooseLayouts
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
@@ -61,6 +62,7 @@ class Passes:
 
     before_choice: tuple[AnyPass, ...]
     choice: ChoosePipelines
+    by_time: ChooseLayouts
     finding: FindStreams
     layouts: tuple[AnyPass, ...]
     loops: tuple[AnyPass, ...]
@@ -69,7 +71,12 @@ class Passes:
     @property
     def up_to_layouts(self) -> tuple[AnyPass, ...]:
         """The passes after which every value's layout is settled."""
-        return (*self.before_choice, self.choice, self.finding, *self.layouts)
+        return (*self.before_choice, *self.choices, *self.layouts)
+
+    @property
+    def choices(self) -> tuple[AnyPass, ...]:
+        """The passes that decide what is pipelined, and which layouts are taken."""
+        return self.choice, self.by_time, self.finding
 
     @property
     def behind_layouts(self) -> tuple[AnyPass, ...]:
@@ -102,7 +109,8 @@ def passes(
     # Candidates share much with each other, and with the program that is chosen.
     shares = rates is not None
     # What each device holds, and what must move.
-    layouts = _shared(shares, PropagateLayouts(), CarryPartialSums(), DelayReductions())
+    propagate = PropagateLayouts()
+    layouts = _shared(shares, propagate, CarryPartialSums(), DelayReductions())
     # Communications, and loops over chunks around them.
     to_loops = _shared(
         shares,
@@ -126,6 +134,19 @@ def passes(
     schedule = ChooseSchedule(_shared(shares, cycles, transfers), leave, transfers)
     of_candidates = *_shared(shares, weighed), leave, *units
     loops = *to_loops, schedule, *units
+    finding = FindStreams(
+        layouts=(*layouts, *to_loops[:1]),
+        loops=(*to_loops[1:], *of_candidates),
+        whole=(*layouts, *loops),
+        rates=_rates_to_find(settings, rates),
+        transfers=transfers,
+    )
+    by_time = ChooseLayouts(
+        propagate,
+        finding,
+        whole=finding.whole,
+        rates=rates if transfers.time_decides else None,
+    )
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
         choice=ChoosePipelines(
@@ -140,13 +161,8 @@ def passes(
             device_kind=device_kind,
             tuned=tuned or {},
         ),
-        finding=FindStreams(
-            layouts=(*layouts, *to_loops[:1]),
-            loops=(*to_loops[1:], *of_candidates),
-            whole=(*layouts, *loops),
-            rates=_rates_to_find(settings, rates),
-            transfers=transfers,
-        ),
+        by_time=by_time,
+        finding=finding,
         layouts=layouts,
         loops=loops,
         # Where buffers end, and which kind of permutes there is.

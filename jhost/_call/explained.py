@@ -99,9 +99,10 @@ def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterat
     asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
     # Only for the function itself, and not again for programs derived from it.
     if asked and not explanation.streams and not config.role:
+        apply = "apply" if len(asked) > 1 else "applies"
         yield (
-            f"nothing is marked: {' and '.join(asked)} only apply to values that "
-            f"jhost.stream marks"
+            f"nothing is marked: {' and '.join(asked)} only {apply} to values that "
+            f"jhost.stream marks; with pipeline='auto' jhost finds streams itself"
         )
 
 

@@ -78,7 +78,7 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
         if program is built(call_jaxpr, config):
             # Nothing was padded, so the streams are those that `streams_of` planned.
             program = _asking(call_jaxpr, config)
-        return run_passes(program, (every.choice, every.finding, *every.layouts))
+        return run_passes(program, (*every.choices, *every.layouts))
 
 
 # Weak keys: what is known of a jaxpr is dropped with its function.

@@ -50,7 +50,7 @@ class ChooseSchedule:
 
     def better(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
-        if not self.transfers.may_leave_to_xla:
+        if not self.transfers.time_decides:
             return ordered
         written, in_order = map(self.transfers.seconds, (program, ordered))
         if written >= _GAIN * in_order:

@@ -99,8 +99,8 @@ class ChooseTransfers(EachProgram):
     """
 
     @property
-    def may_leave_to_xla(self) -> bool:
-        """Whether the predicted time decides if a whole program is left to XLA."""
+    def time_decides(self) -> bool:
+        """Whether the predicted time decides between whole programs."""
         return self.rates is not None and self.pipeline == "auto" and not self.between
 
     def of_candidates(self) -> ChooseTransfers:

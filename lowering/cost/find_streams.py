@@ -55,6 +55,8 @@ class FindStreams:
     def apply(self, program: Program) -> Program:
         if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
             return program
+        if any(isinstance(remark, Search) for remark in program.remarks):
+            return program  # found already, to choose its layouts
         plain = self.laid_out(program)
         bounds = StreamBounds(self.rates, self.transfers.can_hide)
         found = _numbered(bounds.streams(plain))

@@ -222,7 +222,10 @@ _LONGEST = 40
 
 
 def expression(position: Position) -> str:
-    """The text of the expression there, `function(...)` for a long call, or nothing."""
+    """The text of the expression there, or nothing.
+
+    A long call is `function(...)`, and a long product of two is `... @ w` or `x @ ...`.
+    """
     lines = linecache.getlines(position.file)
     node = _parsed("".join(lines)).expressions.get(position.span)
     if node is None:
@@ -230,7 +233,28 @@ def expression(position: Position) -> str:
     if not (text := _short(node, lines)) and isinstance(node, ast.Call):
         text = _short(node.func, lines)
         return f"{text}(...)" if text else ""
+    if not text and isinstance(node, ast.BinOp):
+        return _shortened(node, lines)
     return text
+
+
+_OPERATORS: Mapping[type[ast.operator], str] = {
+    ast.Add: "+",
+    ast.Div: "/",
+    ast.MatMult: "@",
+    ast.Mult: "*",
+    ast.Sub: "-",
+}
+
+
+def _shortened(node: ast.BinOp, lines: Sequence[str]) -> str:
+    """A long operation by its short operand, which mostly is a weight on the right."""
+    sign = _OPERATORS.get(type(node.op))
+    if sign and (right := _short(node.right, lines)):
+        return f"... {sign} {right}"
+    if sign and (left := _short(node.left, lines)):
+        return f"{left} {sign} ..."
+    return ""
 
 
 def _short(node: ast.expr, lines: Sequence[str]) -> str:

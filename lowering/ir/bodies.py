@@ -161,6 +161,7 @@ def is_alike(one: Program, other: Program) -> bool:
         and one.params == other.params
         and one.results == other.results
         and one.is_body == other.is_body
+        and one.staying == other.staying
         and one.display_names is other.display_names
         and len(one.marks) == len(other.marks)
         and all(map(_is_same_mark, one.marks, other.marks))

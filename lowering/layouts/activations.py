@@ -17,6 +17,9 @@ from jhost.lowering.ir.operation import Assignment, Operation
 Activations: TypeAlias = Mapping[Operation, int]
 """Operations, each with the operand that is its activation."""
 
+Staying: TypeAlias = tuple[str, ...]
+"""The mesh axes over which activations stay, whatever that moves."""
+
 
 def activations_of(operations: Sequence[Operation]) -> Activations:
     """The operand of each operation that has the most reductions behind it.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 
 from jhost.lowering.ir.layout import used_axes
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.activations import stays
+from jhost.lowering.layouts.activations import Staying, stays
 from jhost.lowering.layouts.decisions import Decisions
+from jhost.lowering.layouts.flat_bodies import SEPARATOR
+from jhost.lowering.layouts.preferences import Snapshot
 from jhost.lowering.layouts.solver import Solver
 from jhost.lowering.rules.dim_rule import factors_of
 
@@ -145,21 +149,68 @@ def tried(
 # --- Activations that stay ------------------------------------------------------- #
 
 
-def with_activations_kept(solver: Solver, best: Decisions) -> Decisions:
-    """`best`, or better decisions in which activations stay over some mesh axes."""
-    for axis in _axes_of_activations(solver, best):
-        before = solver.preferences.snapshot()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """Decisions in which activations stay over some axes, with their preferences."""
+
+    staying: Staying
+    made: Decisions
+    preferences: Snapshot
+
+    def taken(self, solver: Solver) -> Decisions:
+        """The decisions, with the solver's state as it was behind them."""
+        solver.preferences.restore(self.preferences)
+        return self.made
+
+
+def ways_of_activations(solver: Solver, made: Decisions) -> list[Way]:
+    """`made`, and others in which activations stay over a mesh axis; the best first."""
+    best = Way((), made, solver.preferences.snapshot())
+    ways = [best]
+    for axis in _axes_of_activations(solver, made):
         other = improved(solver, solver.fixed_point_keeping(axis))
-        if _is_better(solver, other, best):
-            best = other
-        else:
-            solver.preferences.restore(before)
-    return best
+        way = Way((axis,), other, solver.preferences.snapshot())
+        if _is_alike(solver, other, made) and not other.same_as(made):
+            ways.append(way)
+            best = way if other.price.beats(best.made.price) else best
+    return [best, *(way for way in ways if way is not best)]
 
 
 def _axes_of_activations(solver: Solver, made: Decisions) -> list[str]:
     """The mesh axes over which activations move much, those that move most first."""
-    moved = dict.fromkeys(solver.mesh, 0)
+    moved = Counter[str]()
+    for _, axis, size in _moves_of_activations(solver, made):
+        moved[axis] += size
+    return [axis for axis, size in moved.most_common() if size >= _much(made)]
+
+
+def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
+    """The mesh axes over which activations move much where nobody constrained any.
+
+    A constraint in a body says how the user wants activations to lie there, whatever
+    time that takes.
+    """
+    said = {
+        (name.rpartition(SEPARATOR)[0], axis)
+        for name, spec in solver.preferences.specs.items()
+        if name not in solver.border
+        for axis in used_axes(tuple(axes or () for axes in spec))
+    }
+    moved = Counter[str]()
+    for op, axis, size in _moves_of_activations(solver, made):
+        if (op.outs[0].rpartition(SEPARATOR)[0], axis) not in said:
+            moved[axis] += size
+    return {axis for axis, size in moved.items() if size >= _much(made)}
+
+
+def _much(made: Decisions) -> int:
+    return max(1, made.total.all // _RESTARTS)
+
+
+def _moves_of_activations(
+    solver: Solver, made: Decisions
+) -> Iterator[tuple[Operation, str, int]]:
+    """Operations whose activation moves over a mesh axis: the axis, and the bytes."""
     for number, op in enumerate(solver.operations):
         operand = solver.activations.get(op)
         if operand is None:
@@ -169,10 +220,8 @@ def _axes_of_activations(solver: Solver, made: Decisions) -> list[str]:
             continue  # most operands are where they are wanted
         for axis in used_axes(made.layouts[name]):
             if not stays(op, operand, made.assignments[number], made.layouts, axis):
-                moved[axis] += solver.costs.reshard(name, made.layouts[name], want).all
-    least = max(1, made.total.all // _RESTARTS)
-    axes = [axis for axis, size in moved.items() if size >= least]
-    return sorted(axes, key=lambda axis: -moved[axis])
+                moved = solver.costs.reshard(name, made.layouts[name], want)
+                yield op, axis, moved.all
 
 
 # --- From the start ---------------------------------------------------------------- #
@@ -207,10 +256,14 @@ def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> boo
 
 
 def _is_better(solver: Solver, other: Decisions, best: Decisions) -> bool:
-    """Whether `other` costs less, with parameters as they are and hardly more work."""
+    """Whether `other` costs less, and does as `best` does."""
+    return other.price.beats(best.price) and _is_alike(solver, other, best)
+
+
+def _is_alike(solver: Solver, other: Decisions, best: Decisions) -> bool:
+    """Whether `other` has the same parameters as `best`, and hardly more work."""
     return (
-        other.price.beats(best.price)
-        and all(other.layouts[p.name] == best.layouts[p.name] for p in solver.params)
+        all(other.layouts[p.name] == best.layouts[p.name] for p in solver.params)
         # Small reductions, such as the loss, may be repeated.
         and other.flops <= best.flops + best.flops // _LITTLE
     )

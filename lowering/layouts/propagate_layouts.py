@@ -15,6 +15,7 @@ from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute, Set
+from jhost.lowering.layouts.activations import Staying
 from jhost.lowering.layouts.flat_bodies import FlatBody, flattened
 from jhost.lowering.layouts.hidden_dims import (
     StreamedDim,
@@ -105,6 +106,12 @@ class PropagateLayouts:
         known.append(_LaidOut(program, streamed, rewriter, after, [program]))
         return after
 
+    def close(self, program: Program) -> tuple[Staying, ...]:
+        """In which other ways activations could stay for at most twice the bytes."""
+        if not program.mesh.shape:
+            return ()
+        return solve_program(program, self.known.solutions).close
+
 
 def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     """The solution for a program with its marks, which may be among the `known`."""
@@ -120,6 +127,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     key = (
         tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
         tuple(shardings.items()),
+        program.staying,
         tuple(streamed.items()),
     )
     # A known solution keeps its statements alive, so ids in keys stay theirs.

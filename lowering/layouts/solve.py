@@ -17,15 +17,21 @@ from jhost.lowering.ir.operation import (
     Claim,
     Operation,
 )
+from jhost.lowering.layouts.activations import Staying
+from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import FlatBody, Flattened
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import (
+    axes_left_open,
     improved,
     restarted,
-    with_activations_kept,
+    ways_of_activations,
 )
 from jhost.lowering.layouts.solver import AssignmentRank, Solver
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
+
+_CLOSE = 2
+"""Up to so many times the fewest bytes, layouts are weighed by predicted times."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +50,8 @@ class Alternatives:
 class Solution:
     """Layouts by buffer name; an assignment and its alternatives for each operation.
 
-    `price` is the cost of all of it.
+    `price` is the cost of all of it.  `close` says over which axes activations stay in
+    other solutions that move at most twice the bytes.
     """
 
     operations: tuple[Operation, ...]
@@ -54,6 +61,7 @@ class Solution:
     alternatives: tuple[Alternatives, ...]
     costs: ReshardCosts
     price: LayoutCost
+    close: tuple[Staying, ...] = ()
 
     def wanted(self, number: int) -> Layout:
         """The layout in which an operation takes its one operand."""
@@ -76,12 +84,11 @@ def solve_layouts(
     solution for other such dims, single decisions of that one are changed.
     """
     solver = Solver(whole, marks, streamed)
+    close: tuple[Staying, ...] = ()
     if near is not None:
         best = improved(solver, solver.starting_at(near.assignments))
     else:
-        # Restarts come last: they have to beat what single decisions reach.
-        best = improved(solver, solver.fixed_point())
-        best = restarted(solver, with_activations_kept(solver, best))
+        best, close = _by_bytes(solver)
     alternatives = [
         _alternatives(solver, op, assignment, best.layouts)
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)
@@ -94,7 +101,27 @@ def solve_layouts(
         alternatives=tuple(alternatives),
         costs=solver.costs,
         price=best.price,
+        close=close,
     )
+
+
+def _by_bytes(solver: Solver) -> tuple[Decisions, tuple[Staying, ...]]:
+    """The best decisions, and in which other ways activations could stay.
+
+    If the program says in which way, it is this one that is best.
+    """
+    made = improved(solver, solver.fixed_point())
+    first, *others = ways_of_activations(solver, made)
+    asked = solver.flat.program.staying
+    first = next((way for way in others if way.staying == asked), first)
+    # Restarts come last: they have to beat what single decisions reach.
+    best = restarted(solver, first.taken(solver))
+    others = [way for way in others if way.made.total.all <= _CLOSE * best.total.all]
+    if not others:
+        return best, ()
+    left_open = axes_left_open(solver, made)
+    closes = (way.staying for way in others)
+    return best, tuple(c for c in closes if left_open >= {*c, *first.staying})
 
 
 def _alternatives(

@@ -84,6 +84,8 @@ class Solver:
         program = self.flat.program
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
+        self.border = {b.name for b in (*program.params, *program.results)}
+        """The values whose shardings are the function's, and not of its activations."""
         self.buffers = buffers_of(self.flat)
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
         repeats = repeats_of(self.flat)

@@ -138,3 +138,33 @@ def test_float32_masters_are_cast_early_and_sent_as_bfloat16(
 
 def bfloat16(w: jax.Array) -> jax.Array:
     return w.astype(jnp.bfloat16)
+
+
+def test_unconstrained_activations_stay_and_weights_come(fsdp: Mesh) -> None:
+    """Moving activations takes fewer bytes and more time (`cost/choose_layouts.py`)."""
+    layers, rows, width, hidden = 4, 8192, 4096, 8192
+    shapes = (rows, width), (layers, width, hidden), (layers, hidden, width)
+    x, *weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    spec = [P(None, "fsdp")] * 2
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jax.nn.relu(x @ w[0]) @ w[1], None
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(jax.checkpoint(layer), x, weights)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    step: Any = jhost.jit(
+        jax.value_and_grad(loss),
+        mesh=fsdp,
+        in_shardings=(spec, P("fsdp")),
+        out_shardings=(P(), spec),
+    )
+    schedule = step.lower(weights, x).compile().schedule()
+    kinds = Counter(each.kind for each in schedule.communications)
+    # Activations would leave one kernel and reach the next by all-to-alls and scatters.
+    assert kinds.keys() == {"AllGather", "AllReduce", "CollectivePermute"}, str(
+        schedule
+    )
+    # One weight of the backward is gathered where it is read.
+    assert len(exposed_in_bodies(schedule)) <= 1, str(schedule)

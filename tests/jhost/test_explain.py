@@ -214,7 +214,7 @@ def test_a_function_without_streams_says_so() -> None:
             {"pipeline": "p2p", "chunks": 4},
             "pipeline='p2p' and chunks=4 only apply to values",
         ),
-        ({"chunks": 2}, "chunks=2 only apply to values"),
+        ({"chunks": 2}, "chunks=2 only applies to values"),
         ({}, None),
     ],
     ids=str,

@@ -76,6 +76,7 @@ def test_the_passes_stand_in_order() -> None:
         "in_blocks",
         "pad_uneven",
         "choose_pipelines",
+        "choose_layouts",
         "find_streams",
         "propagate_layouts",
         "carry_partial_sums",

@@ -47,11 +47,30 @@ def test_a_long_call_is_called_by_its_function() -> None:
     assert names_of(long)[-1] == f"`jnp.cos(...)` at {FILE}"
 
 
-def test_another_long_expression_is_called_by_its_primitive() -> None:
-    def long(x: Any) -> Any:
+def test_a_long_operation_is_called_by_its_short_operand() -> None:
+    def right(x: Any) -> Any:
         return jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0 + jnp.cos(x)
 
-    assert names_of(long)[-1] == f"add at {FILE}"
+    def left(x: Any) -> Any:
+        return x @ (jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0)
+
+    assert names_of(right)[-1] == f"`... + jnp.cos(x)` at {FILE}"
+    assert names_of(left)[-1] == f"`x @ ...` at {FILE}"
+
+
+def test_another_long_expression_is_called_by_its_primitive() -> None:
+    def long(x: Any) -> Any:
+        return (jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0) // (
+            jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0
+        )
+
+    def both(x: Any) -> Any:
+        return (jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0) * (
+            jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0
+        )
+
+    assert "..." not in names_of(long)[-1]
+    assert names_of(both)[-1] == f"mul at {FILE}"
 
 
 def test_what_a_call_makes_on_the_way_is_called_by_primitive_and_call() -> None:

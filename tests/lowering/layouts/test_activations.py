@@ -13,7 +13,7 @@ from jhost.lowering.ir.operation import Operation, has_contraction
 from jhost.lowering.layouts.activations import activations_of, stays
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
-from jhost.lowering.layouts.improve import with_activations_kept
+from jhost.lowering.layouts.improve import axes_left_open, ways_of_activations
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
 
@@ -77,7 +77,7 @@ def test_activations_that_move_are_kept_if_that_moves_less() -> None:
     solving = solver()
     bad = by_features(solving)
     assert moving(solving, bad)
-    kept = with_activations_kept(solving, bad)
+    kept = ways_of_activations(solving, bad)[0].taken(solving)
     assert not moving(solving, kept)
     assert 2 * kept.total.all < bad.total.all
     assert kept.flops <= bad.flops
@@ -85,10 +85,22 @@ def test_activations_that_move_are_kept_if_that_moves_less() -> None:
 
 def test_decisions_without_moving_activations_are_left() -> None:
     solving = solver()
-    kept = with_activations_kept(solving, by_features(solving))
+    kept = ways_of_activations(solving, by_features(solving))[0].taken(solving)
     before = solving.preferences.snapshot()
-    assert with_activations_kept(solving, kept) is kept
+    (way,) = ways_of_activations(solving, kept)
+    assert way.taken(solving) is kept
     assert solving.preferences.snapshot() == before
+
+
+def test_an_axis_is_left_open_where_no_activation_has_a_constraint() -> None:
+    solving = solver()
+    bad = by_features(solving)
+    assert not axes_left_open(solving, bad)  # it constrains the gradients
+    solving.preferences.specs.clear()
+    assert axes_left_open(solving, bad) == {"dp"}
+    product = next(op for op in solving.operations if has_contraction(op.stmt))
+    solving.preferences.specs[product.outs[0]] = ("dp",), ()
+    assert not axes_left_open(solving, bad)
 
 
 def test_the_activation_has_more_reductions_behind_it_than_the_weight() -> None:
