@@ -35,11 +35,11 @@ def compute(
     if mesh.axis_names and _communicates(stmt.unit):
         return _on_mesh(stmt, ins, starts, size, mesh)
     dtypes = [buffer.dtype for buffer in stmt.ins]
-    step = _Step(stmt.unit, stmt.chunk, size, tuple(ranks.sizes.items()))
+    unit = _UnitOnDevice(stmt.unit, stmt.chunk, size, tuple(ranks.sizes.items()))
     found: list[list[np.ndarray]] = []
     for rank, each in enumerate(_by_device(ins, ranks.count)):
         place = starts[rank], *np.unravel_index(rank, ranks.shape)
-        found.append(_run(step, *map(np.int32, place), *map(as_operand, each, dtypes)))
+        found.append(_run(unit, *map(np.int32, place), *map(as_operand, each, dtypes)))
     return list(map(list, zip(*found, strict=True)))
 
 
@@ -63,7 +63,7 @@ def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, .
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
+class _UnitOnDevice:
     """What a statement's unit does with `size` steps of its chunk, on any device."""
 
     unit: Unit

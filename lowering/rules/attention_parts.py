@@ -29,7 +29,7 @@ from jhost._dtypes import summed_in
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Shard
 
-Way: TypeAlias = Literal["whole", "as it is", "halves", "masked", "blocks"]
+PartKind: TypeAlias = Literal["whole", "as it is", "halves", "masked", "blocks"]
 
 # In all chunks of a loop together: XLA compiles a few matmuls for each.
 _MOST_BLOCKS = 32
@@ -141,7 +141,7 @@ class AttentionBlocks(abc.ABC):
         self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard
     ) -> Sequence[Any]:
         """The results of a part, by the way that costs least where the part stands."""
-        match self.way(shard):
+        match self.kind(shard):
             case "whole":
                 return self.whole(eqn, args)
             case "as it is":
@@ -158,7 +158,7 @@ class AttentionBlocks(abc.ABC):
                     self.queries, [self.row(eqn, args, row, columns) for row in rows]
                 )
 
-    def way(self, shard: Shard) -> Way:
+    def kind(self, shard: Shard) -> PartKind:
         """How a part is computed."""
         here = shard.size(self.queries), shard.size(self.keys)
         if here == self.sizes:
@@ -173,7 +173,7 @@ class AttentionBlocks(abc.ABC):
 
     def choices(self, shard: Shard) -> int:
         """How many branches a part chooses when it runs, because devices differ."""
-        match self.way(shard):
+        match self.kind(shard):
             case "halves":
                 return 1
             case "blocks" if shard.varies(self.queries) or shard.varies(self.keys):
