@@ -196,6 +196,9 @@ class _Part:
     def size(self, factor: int) -> int:
         return self.sizes[factor]
 
+    def varies(self, factor: int) -> bool:
+        return self.parts(factor) > 1
+
     def parts(self, factor: int) -> int:
         return self.whole[factor] // self.sizes[factor]
 

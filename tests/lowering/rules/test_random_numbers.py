@@ -68,6 +68,9 @@ class _Tail:
     def size(self, factor: int) -> int:
         return self.steps[factor]
 
+    def varies(self, factor: int) -> bool:
+        return self.parts(factor) > 1
+
     def parts(self, factor: int) -> int:
         return -(-self.sizes[factor] // self.steps[factor])
 

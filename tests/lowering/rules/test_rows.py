@@ -272,7 +272,10 @@ def test_what_is_promised_of_indices_holds_for_parts_of_them() -> None:
             def size(self, factor: int) -> int:
                 return sizes.get(f"f{factor}", rule.sizes[factor])
 
-            def parts(self, factor: int) -> int:
+            def varies(self, factor: int) -> bool:
+        return self.parts(factor) > 1
+
+    def parts(self, factor: int) -> int:
                 return rule.sizes[factor] // self.size(factor)
 
             def positions(self, factor: int) -> Any:

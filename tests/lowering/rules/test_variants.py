@@ -45,6 +45,9 @@ class _Half:
     def size(self, factor: int) -> int:
         return self.sizes[factor] // 2
 
+    def varies(self, factor: int) -> bool:
+        return self.parts(factor) > 1
+
     def parts(self, factor: int) -> int:
         return -(-self.sizes[factor] // self.size(factor))
 

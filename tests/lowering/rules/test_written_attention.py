@@ -144,6 +144,9 @@ class _Steps:
             len(self.starts(factor)) if factor in self.at else self.rule.sizes[factor]
         )
 
+    def varies(self, factor: int) -> bool:
+        return self.parts(factor) > 1
+
     def parts(self, factor: int) -> int:
         return self.rule.sizes[factor] // self.size(factor)
 
