@@ -273,9 +273,9 @@ def test_what_is_promised_of_indices_holds_for_parts_of_them() -> None:
                 return sizes.get(f"f{factor}", rule.sizes[factor])
 
             def varies(self, factor: int) -> bool:
-        return self.parts(factor) > 1
+                return self.parts(factor) > 1
 
-    def parts(self, factor: int) -> int:
+            def parts(self, factor: int) -> int:
                 return rule.sizes[factor] // self.size(factor)
 
             def positions(self, factor: int) -> Any:
