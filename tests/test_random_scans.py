@@ -61,6 +61,20 @@ FOUND_AND_LAID_OUT_ANEW = dataclasses.replace(
 )
 """Once the streams are found, layouts change, and nothing moves along one of them."""
 
+CONDITION_OF_ACTIVATIONS = dataclasses.replace(
+    _SCAN,
+    steps=("shared", "up", "shared", "cond"),
+    policy="dots without batch dims",
+    taken="gradient of gradient",
+    specs=(
+        ("up", P()),
+        ("down", P(None, None, "d")),
+        ("shared", P("d")),
+        ("gain", P(None, "d")),
+    ),
+)
+"""An activation is read by a condition, which has no result of its own."""
+
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(
@@ -75,6 +89,13 @@ FOUND_AND_LAID_OUT_ANEW = dataclasses.replace(
 )
 @hypothesis.example(
     case=FOUND_AND_LAID_OUT_ANEW, way=None, work=False, within=True, compiled=True
+)
+@hypothesis.example(
+    case=CONDITION_OF_ACTIVATIONS,
+    way="permutes",
+    work=False,
+    within=False,
+    compiled=True,
 )
 def test_random_scans_equal_the_plain_function(
     case: ScanCase, way: TransferForm | None, work: bool, within: bool, compiled: bool

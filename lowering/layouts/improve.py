@@ -198,7 +198,8 @@ def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
     }
     moved = Counter[str]()
     for op, axis, size in _moves_of_activations(solver, made):
-        if (op.outs[0].rpartition(SEPARATOR)[0], axis) not in said:
+        value, *_ = *op.outs, *op.ins  # a condition's operand leads to no result
+        if (value.rpartition(SEPARATOR)[0], axis) not in said:
             moved[axis] += size
     return {axis for axis, size in moved.items() if size >= _much(made)}
 
