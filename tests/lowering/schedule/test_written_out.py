@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, Wait, walk
 from jhost.lowering.layouts import carry_partial_sums
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from tests import sums
 from tests.lowering.hand_built import integers
 from tests.lowering.on_mesh import on, program_of
@@ -104,13 +105,15 @@ def block(x: jax.Array, w: Any) -> jax.Array:
 def test_layers_over_tp_in_a_scan_and_written_out() -> None:
     """What moves depends on the layer before, or behind; gradients hide the latter."""
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
+    # The clock would lay out the gradient of the written layers in another way.
+    by_bytes = mock.patch.object(PropagateLayouts, "close", return_value=())
     found: dict[bool, list[Any]] = {False: [], True: []}
     for f, weights, laid in scanned_and_written(block, (P(None, "d"), P("d"))):
         where = P("d"), laid
         for backward, ofs in found.items():
             taken = jax.grad(f, (0, 1)) if backward else f
             how = on({"d": 2}, where, where if backward else P())
-            with sums.moving("collective", work=True), no_latency:
+            with sums.moving("collective", work=True), no_latency, by_bytes:
                 # Four rows are far smaller than a weight, so they move.
                 ofs.append(exposed(program_of(taken, integers(4, 4), weights, **how)))
     forward, both = found[False], found[True]
