@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -39,6 +39,11 @@ class Operand:
     nonzeros: float | None = None
     unit: float = 1.0
     along: int = 0
+
+
+def types_of(operands: Iterable[Operand]) -> list[jax.ShapeDtypeStruct]:
+    """The types of the arrays that are made for some operands."""
+    return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in operands]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Case:
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """The types of the operands."""
-        return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
+        return types_of(self.operands)
 
 
 def _matmul_flops(jaxpr: Any) -> int:

@@ -144,7 +144,6 @@ def passes(
     by_time = ChooseLayouts(
         propagate,
         finding,
-        whole=finding.whole,
         rates=rates if transfers.time_decides else None,
     )
     return Passes(

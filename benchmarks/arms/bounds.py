@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.arms.base import Built, Function, forward_or_both, per_device
 from benchmarks.axes import Axes
-from benchmarks.case import Case, Operand
+from benchmarks.case import Case, Operand, types_of
 from benchmarks.cases import RING, WHOLE_LAYERS
 from benchmarks.communication import AXIS, InPlace
 
@@ -81,8 +80,8 @@ def _own_copies(operand: Operand, axes: Axes) -> Operand:
 
 
 def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Operand:
-    arrays = [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in operands]
-    return Operand("cotangent", jax.eval_shape(function, *arrays).shape, out)
+    found = jax.eval_shape(function, *types_of(operands))
+    return Operand("cotangent", found.shape, out)
 
 
 def _unused_x(case: Case) -> bool:

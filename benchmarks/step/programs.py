@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
 from benchmarks.axes import FSDP, Axes
-from benchmarks.case import Operand
+from benchmarks.case import Operand, types_of
 from benchmarks.communication import AXIS, Communication
 from benchmarks.layers import MODELS, Model
 
@@ -77,7 +77,7 @@ class Step:
         return tuple(operand.spec for operand in self.operands)
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
+        return types_of(self.operands)
 
     def loss(self, comm: StepCommunication, *operands: jax.Array) -> jax.Array:
         """The sum of squares, so that the backward pass starts from the result."""

@@ -18,10 +18,10 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Sections
 from jhost.lowering.cost.stream_bounds import least_gain
-from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks
+from jhost.lowering.ir.bodies import adds_up, all_marks, has_loops
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftStream, StreamReport
+from jhost.lowering.ir.remarks import LeftStream
 from jhost.lowering.streams.found import FoundStream
 
 _CLOSE = 0.98
@@ -95,7 +95,7 @@ class FoundStreamsChoice:
     def without(self, stream: FoundStream) -> Outcome | None:
         """The outcome without a loop; what has other loops may lie better with them."""
         plain = self.outcome(self.plain, stream, None)
-        if plain is None or not _has_loops(plain.program):
+        if plain is None or not has_loops(plain.program):
             return plain
         looped = self.outcome(self.looped, stream, None)
         return min(filter(None, (plain, looped)), key=_seconds)
@@ -197,12 +197,6 @@ class FoundStreamsChoice:
             for mark in stream.every_mark
         }
         return {**chosen, **said}
-
-
-def _has_loops(program: Program) -> bool:
-    """Whether some stream of a program has a loop, which may stand in a body."""
-    reports = (r for r in all_remarks(program) if isinstance(r, StreamReport))
-    return any(report.pipeline != "off" for report in reports)
 
 
 def _seconds(outcome: Outcome) -> float:

@@ -7,17 +7,14 @@ costs no time, and an activation that is gathered where it is read costs all of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from jhost._text import seconds_text
-from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass
-from jhost.lowering.ir.bodies import with_each_body
+from jhost.lowering.ir.bodies import rebuilt
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note, Prediction
+from jhost.lowering.ir.remarks import Note
 from jhost.lowering.layouts.activations import Staying
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 
@@ -32,7 +29,6 @@ class ChooseLayouts:
     Attributes:
         layouts: what decides layouts by bytes, and knows how many others move.
         finding: the pass that finds streams; each of the layouts gets its own.
-        whole: all that the chosen program goes through up to its schedule.
         rates: the rates of the devices; None where bytes are to decide.
     """
 
@@ -40,7 +36,6 @@ class ChooseLayouts:
 
     layouts: PropagateLayouts
     finding: FindStreams
-    whole: Sequence[FollowingPass] = ()
     rates: Rates | None = None
 
     def apply(self, program: Program) -> Program:
@@ -50,30 +45,22 @@ class ChooseLayouts:
         if not close:
             return program  # most programs end here
         found = self.finding.apply(program)
-        predicted = self.predicted(found, self.rates)
+        predicted = self.finding.predicted(found, self.rates)
         # What moves is all that other layouts could save.
         if predicted.total - predicted.communication >= _GAIN * predicted.total:
             return found
         best, seconds = found, _GAIN * predicted.total
         for staying in close:
             other = self.finding.apply(where_stay(program, staying))
-            again = self.predicted(other, self.rates).total
+            again = self.finding.predicted(other, self.rates).total
             if again < seconds:
                 best, seconds = _said(other, staying, again, predicted.total), again
         return best
 
-    def predicted(self, program: Program, rates: Rates) -> Prediction:
-        """How long a program takes, after all passes up to the schedule."""
-        for step in self.whole:
-            program = step.apply(program)
-        (_, predicted), *_ = by_permutes(program, rates)
-        return predicted
-
 
 def where_stay(program: Program, staying: Staying) -> Program:
     """`program` with activations staying over those axes, in its bodies too."""
-    program = with_each_body(program, lambda body: where_stay(body, staying))
-    return dataclasses.replace(program, staying=staying)
+    return rebuilt(program, lambda each: dataclasses.replace(each, staying=staying))
 
 
 def _said(

@@ -13,7 +13,7 @@ from jhost.lowering.cost.kernels import (
 from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import read_whole, reads_writes
-from jhost.lowering.ir.index import Rank, leaves
+from jhost.lowering.ir.index import ranks
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 
@@ -118,7 +118,7 @@ def _is_major(buffer: ir.Buffer, dim: int | None) -> bool:
 
 def _by_rank(alias: ir.Select) -> bool:
     """Whether the part depends on the device's number, so its place is not static."""
-    return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
+    return bool(ranks(alias.index))
 
 
 def copy_of(buffer: ir.Buffer) -> Kernel:

@@ -25,7 +25,7 @@ from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftStream, Search
+from jhost.lowering.ir.remarks import LeftStream, Prediction, Search
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
@@ -84,20 +84,21 @@ class FindStreams:
         Streams were weighed in their body or layer, with the layouts of all streams and
         without cycles.  Only the whole program says what they gain in the end.
         """
-        before, after = self.seconds(program), self.seconds(chosen)
+        assert self.rates is not None
+        both = [self.predicted(each, self.rates) for each in (program, chosen)]
+        before, after = (each.total for each in both)
         if after <= before:
             return chosen
         predicted = ((NOT_PIPELINED, before), ("pipelined", after))
         left = (LeftStream(lines=s.lines, predicted=predicted) for s in streams)
         return _remarked(program, Search(left=tuple(left)))
 
-    def seconds(self, program: Program) -> float:
-        """How long the whole program takes, after all passes up to the schedule."""
-        assert self.rates is not None
+    def predicted(self, program: Program, rates: Rates) -> Prediction:
+        """What the whole program takes, after all passes up to the schedule."""
         for step in self.whole:
             program = step.apply(program)
-        (_, predicted), *_ = by_permutes(program, self.rates)
-        return predicted.total
+        (_, predicted), *_ = by_permutes(program, rates)
+        return predicted
 
     def laid_out(self, program: Program) -> Program:
         """`program` with its layouts and communications."""

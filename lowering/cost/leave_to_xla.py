@@ -19,10 +19,10 @@ from typing import ClassVar
 
 from jhost._jax import is_own
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.bodies import has_loops, statements
 from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS
+from jhost.lowering.ir.queues import MAIN, TRANSFERS
 from jhost.lowering.ir.remarks import LeftToXla
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.schedule.order import beside_work
@@ -43,7 +43,7 @@ class LeaveToXla:
         if not self.between:
             return program
         moved = list(_moved(program, self.between))
-        if not moved or _has_loops(program) or has_own_kernels(program):
+        if not moved or has_loops(program) or has_own_kernels(program):
             return program
         # By bytes, not by seconds: all processes have to write one program, and the
         # rates that they have measured may differ.
@@ -97,15 +97,6 @@ def _moved(
                     yield from _moved(body, between, times * length)
             case _:
                 pass
-
-
-def _has_loops(program: Program) -> bool:
-    """Whether loops have put work on streams of their own."""
-    return any(
-        isinstance(stmt, ir.SetCurrentStream)
-        and stmt.stream not in (MAIN, OWN, TRANSFERS)
-        for stmt in statements(program)
-    )
 
 
 def has_own_kernels(program: Program) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS
 from jhost.lowering.ir.remarks import Remark
 
 CONTROL_FLOW = (ir.Scan, ir.While, ir.Cond)
@@ -42,6 +43,15 @@ def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
 def is_pipelined(program: Program) -> bool:
     """Whether streams order anything: loops, or transfers and the sums beside them."""
     return any(isinstance(stmt, ir.SetCurrentStream) for stmt in statements(program))
+
+
+def has_loops(program: Program) -> bool:
+    """Whether loops over chunks have put work on streams of their own."""
+    return any(
+        isinstance(stmt, ir.SetCurrentStream)
+        and stmt.stream not in (MAIN, OWN, TRANSFERS)
+        for stmt in statements(program)
+    )
 
 
 def adds_up(program: Program) -> bool:

@@ -201,6 +201,11 @@ def leaves(index: Index) -> frozenset[Index]:
             return frozenset({index})
 
 
+def ranks(index: Index) -> frozenset[Rank]:
+    """The ranks that `index` depends on; without any it is the same on all devices."""
+    return frozenset(leaf for leaf in leaves(index) if isinstance(leaf, Rank))
+
+
 def _binary(op: str, left: IndexLike, right: IndexLike) -> Index:
     left, right = as_index(left), as_index(right)
     # Folded while it is built, so that texts have no `* 1`.  Expressions of one value

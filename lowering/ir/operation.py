@@ -78,6 +78,11 @@ class Operation:
         )
         return _induced(self.results[result], assignment), partial
 
+    def exchanges(self, assignment: Assignment, mesh: Mapping[str, int]) -> bool:
+        """Whether devices exchange pieces of all operands, which it only joins."""
+        joined = self.joined
+        return joined is not None and axes_size(assignment[joined.factor], mesh) > 1
+
     def forwarded(self, rest: Layout) -> Layout:
         """The layout of a forwarding operation's operand; the result's is `rest`."""
         spread = list(nowhere(self))

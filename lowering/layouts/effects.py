@@ -84,7 +84,7 @@ class AssignmentEffects:
 
     def halo(self, op: Operation, assignment: Assignment) -> TransferBytes:
         """The bytes from neighbours, where dims are read in windows."""
-        if op.joined and axes_size(assignment[op.joined.factor], self.costs.mesh) > 1:
+        if op.exchanges(assignment, self.costs.mesh):
             return self.joining(op, assignment)
         total = NOTHING
         shapes: dict[int, list[int]] = {}

@@ -27,6 +27,11 @@ def local_name(name: str) -> str:
     return name.rpartition(SEPARATOR)[2]
 
 
+def path_of(name: str) -> str:
+    """The path to the body that a value is in."""
+    return name.rpartition(SEPARATOR)[0]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBorder:
     """The border of one control flow statement, around each of its bodies.

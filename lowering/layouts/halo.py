@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.layouts.permutations import (
@@ -75,17 +75,23 @@ def plan_halo(reads: WindowReads, count: int, part: int, devices: int) -> Halo:
     shared: _SharedElements = {}
     for device in range(devices):
         needed = reads.needed(device * count, count)
-        for other in range(needed.start // part, -(-needed.stop // part)):
-            own = range(other * part, (other + 1) * part)
-            elements = range(max(own.start, needed.start), min(own.stop, needed.stop))
-            if elements:
-                shared[device, other] = elements
+        for other, elements in elements_by_part(needed, part):
+            shared[device, other] = elements
     pieces: list[HaloPiece] = []
     for sources in _permutations(shared, reads.stride < 0, devices):
         pairs = [pair for pair in enumerate(sources) if pair in shared]
         elements = {device: shared.pop((device, other)) for device, other in pairs}
         pieces.append(_piece(sources, elements, reads, count, part))
     return Halo(window=reads.window(count), pieces=tuple(pieces))
+
+
+def elements_by_part(needed: range, part: int) -> Iterator[tuple[int, range]]:
+    """The parts of that size that have some needed elements, and these elements."""
+    for number in range(needed.start // part, -(-needed.stop // part)):
+        start, stop = number * part, (number + 1) * part
+        elements = range(max(start, needed.start), min(stop, needed.stop))
+        if elements:
+            yield number, elements
 
 
 _SharedElements: TypeAlias = dict[tuple[int, int], range]

@@ -12,7 +12,7 @@ from jhost.lowering.ir.layout import used_axes
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.activations import Staying, stays
 from jhost.lowering.layouts.decisions import Decisions
-from jhost.lowering.layouts.flat_bodies import SEPARATOR
+from jhost.lowering.layouts.flat_bodies import path_of
 from jhost.lowering.layouts.preferences import Snapshot
 from jhost.lowering.layouts.solver import Solver
 from jhost.lowering.rules.dim_rule import factors_of
@@ -191,7 +191,7 @@ def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
     time that takes.
     """
     said = {
-        (name.rpartition(SEPARATOR)[0], axis)
+        (path_of(name), axis)
         for name, spec in solver.preferences.specs.items()
         if name not in solver.border
         for axis in used_axes(tuple(axes or () for axes in spec))
@@ -199,7 +199,7 @@ def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
     moved = Counter[str]()
     for op, axis, size in _moves_of_activations(solver, made):
         value, *_ = *op.outs, *op.ins  # a condition's operand leads to no result
-        if (value.rpartition(SEPARATOR)[0], axis) not in said:
+        if (path_of(value), axis) not in said:
             moved[axis] += size
     return {axis for axis, size in moved.items() if size >= _much(made)}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.halo import Halo, HaloPiece
+from jhost.lowering.layouts.halo import Halo, HaloPiece, elements_by_part
 from jhost.lowering.layouts.permutations import Sources
 from jhost.lowering.layouts.stretches import NeededStretch, received_in, rounds_of
 from jhost.lowering.rules.reads import WindowReads
@@ -90,17 +90,14 @@ class _Join:
                 if not part:
                     continue
                 needed = reads.needed(device * self.count, self.count)
-                for sender in range(needed.start // part, -(-needed.stop // part)):
-                    start = max(sender * part, needed.start)
-                    elements = range(start, min((sender + 1) * part, needed.stop))
-                    if elements:
-                        yield NeededStretch(
-                            device=device,
-                            sender=sender,
-                            array=array,
-                            elements=elements,
-                            place=self.place(device, array, start),
-                        )
+                for sender, elements in elements_by_part(needed, part):
+                    yield NeededStretch(
+                        device=device,
+                        sender=sender,
+                        array=array,
+                        elements=elements,
+                        place=self.place(device, array, elements.start),
+                    )
 
     def place(self, device: int, array: int, element: int) -> int:
         """Where in a device's window an element of an array is."""

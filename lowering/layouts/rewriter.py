@@ -203,7 +203,7 @@ class Rewriter:
             self.operand(number, position, op.required(position, assignment))
             for position in range(len(stmt.ins))
         ]
-        joined = self.joins(number)
+        joined = op.exchanges(assignment, self.mesh)
         for window in () if joined else op.windows:
             ins[window.operand] = self.window(ins[window.operand], window, number)
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
@@ -221,15 +221,6 @@ class Rewriter:
             dataclasses.replace(stmt, unit=unit, ins=tuple(ins), outs=outs)
         )
         self.body.extend(moved)
-
-    def joins(self, number: int) -> bool:
-        """Whether devices exchange pieces of all operands of an operation at once."""
-        joined = self.solution.operations[number].joined
-        if joined is None:
-            return False
-        return (
-            axes_size(self.solution.assignments[number][joined.factor], self.mesh) > 1
-        )
 
     def joined(self, number: int, ins: Sequence[Buffer], out: Buffer) -> Neighbours:
         """The result of an operation that joins elements of its operands."""

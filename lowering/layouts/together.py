@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-from jhost.lowering.layouts.halo import Halo, HaloPiece, plan_halo
+from jhost.lowering.layouts.halo import Halo, HaloPiece, elements_by_part, plan_halo
 from jhost.lowering.layouts.stretches import NeededStretch, PermuteRound, rounds_of
 from jhost.lowering.rules.reads import WindowReads
 
@@ -71,19 +71,14 @@ class _WindowsTogether:
         ):
             for device in range(self.devices):
                 needed = reads.needed(device * count, count)
-                for sender in range(
-                    needed.start // self.part, -(-needed.stop // self.part)
-                ):
-                    start = max(sender * self.part, needed.start)
-                    stop = min((sender + 1) * self.part, needed.stop)
-                    if start < stop:
-                        yield NeededStretch(
-                            device=device,
-                            sender=sender,
-                            array=window,
-                            elements=range(start, stop),
-                            place=window,
-                        )
+                for sender, elements in elements_by_part(needed, self.part):
+                    yield NeededStretch(
+                        device=device,
+                        sender=sender,
+                        array=window,
+                        elements=elements,
+                        place=window,
+                    )
 
     def place(self, window: int, device: int, element: int) -> int:
         """Where in a device's window an element is."""

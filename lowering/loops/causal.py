@@ -9,15 +9,8 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Index, minimum
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.chunk import LoopSpec
-from jhost.lowering.rules.dim_rule import AttentionWindow, DimRule
-
-
-def rule_of(node: Node) -> DimRule | None:
-    """The rule of a computation."""
-    if not isinstance(node.stmt, ir.Compute):
-        return None
-    (unit_eqn,) = node.stmt.unit.eqns
-    return unit_eqn.rule
+from jhost.lowering.rules.dim_rule import AttentionWindow
+from jhost.lowering.streams.participation import rule_of
 
 
 def window_of(node: Node, spec: LoopSpec) -> AttentionWindow | None:

@@ -19,7 +19,7 @@ from typing import ClassVar, TypeAlias
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import with_each_body
 from jhost.lowering.ir.derived import Shared
-from jhost.lowering.ir.index import Constant, Rank, leaves, substituted, without_mods
+from jhost.lowering.ir.index import Constant, ranks, substituted, without_mods
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops.rotated_values import rotated_values
 
@@ -88,6 +88,7 @@ def _statements(
 
 def _on_first(select: ir.Select, loops: Mapping[str, int]) -> ir.Select:
     # The first device has rank 0 along every axis, so its places are plain numbers.
-    ranks = {leaf for leaf in leaves(select.index) if isinstance(leaf, Rank)}
-    index = substituted(select.index, dict.fromkeys(ranks, Constant(0)))
+    index = substituted(
+        select.index, {rank: Constant(0) for rank in ranks(select.index)}
+    )
     return dataclasses.replace(select, index=without_mods(index, loops))

@@ -31,7 +31,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
 from jhost.lowering.ir.border import scan_border
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.index import Rank, leaves
+from jhost.lowering.ir.index import ranks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.loops.rotation import (
@@ -225,8 +225,7 @@ class _Rotations:
 
 def _axes(select: ir.Select) -> frozenset[str]:
     """The axes of the mesh along which devices have different parts."""
-    ranks = (leaf for leaf in leaves(select.index) if isinstance(leaf, Rank))
-    return frozenset(rank.axis for rank in ranks)
+    return frozenset(rank.axis for rank in ranks(select.index))
 
 
 def _is_known(stmt: ir.Compute) -> bool:

@@ -20,11 +20,12 @@ from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.zigzag import exchanges
-from jhost.lowering.loops.causal import rule_of, window_of
+from jhost.lowering.loops.causal import window_of
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.rules.dim_rule import Dims
 from jhost.lowering.schedule.permutes import part_of, permute
+from jhost.lowering.streams.participation import rule_of
 
 
 class ZigzagLoop(P2PLoop):

@@ -21,7 +21,7 @@ from jhost.lowering.ir.statements import (
     Set,
     While,
 )
-from jhost.lowering.rules.dim_rule import Dims, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Dims, shape_of
 from jhost.lowering.rules.table import reason_of
 
 ONE = Fraction(1)
@@ -176,6 +176,14 @@ def _compute_part(
     if rule.reducers[factor] is None and len(written) < len(rule.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
     return Participation(stream, size, access.groups, reads, written, factor)
+
+
+def rule_of(node: Node) -> DimRule | None:
+    """The rule of a computation."""
+    if not isinstance(node.stmt, Compute):
+        return None
+    (unit_eqn,) = node.stmt.unit.eqns
+    return unit_eqn.rule
 
 
 def undivided(size: int) -> str:

@@ -12,12 +12,13 @@ from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.requests import merge_choices
-from jhost.lowering.ir.statements import Buffer, Compute
+from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.streams.participation import (
     ONE,
     Access,
     Participation,
     participation_of,
+    rule_of,
     undivided,
 )
 from jhost.lowering.streams.stream_plan import (
@@ -287,10 +288,8 @@ def _cuts_seen(node: Node, part: Participation) -> bool:
     more than the loop hides: two such loops made a step of Llama 8B over four H200s
     3 % slower than the same with attention whole.
     """
-    if not isinstance(node.stmt, Compute):
-        return False
-    (unit_eqn,) = node.stmt.unit.eqns
-    window = unit_eqn.rule.window
+    rule = rule_of(node)
+    window = rule and rule.window
     return window is not None and part.factor == window.queries
 
 

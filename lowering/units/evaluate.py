@@ -13,7 +13,7 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of, traced_on_mesh, user_context
 from jhost.lowering.ir import zigzag
-from jhost.lowering.ir.index import Index, Rank, leaves
+from jhost.lowering.ir.index import Index, ranks
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.statements import Chunk, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, part_shape, shape_of
@@ -115,9 +115,9 @@ class EqnShard:
     def varies(self, factor: int) -> bool:
         """Whether devices work on different steps of `factor`."""
         chunk = self._chunk(factor)
-        index = chunk and chunk.index
-        ranks = (isinstance(leaf, Rank) for leaf in leaves(index)) if index else ()
-        return bool(self.unit_eqn.axes[factor]) or any(ranks)
+        index = chunk.index if chunk is not None else None
+        by_rank = index is not None and bool(ranks(index))
+        return by_rank or bool(self.unit_eqn.axes[factor])
 
     def parts(self, factor: int) -> int:
         """The number of devices that `factor` is spread over."""

@@ -29,7 +29,7 @@ from jhost.lowering.ir.bodies import all_marks, all_remarks, programs
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftStream, Note, Search, StreamReport
+from jhost.lowering.ir.remarks import LeftStream, Note, Prediction, Search, StreamReport
 from jhost.lowering.ir.requests import StreamDefaults, stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, UnitEqn, walk
 from jhost.lowering.pipeline import Passes, passes, run_passes
@@ -366,7 +366,8 @@ def test_streams_that_lose_in_the_whole_program_are_left() -> None:
     program = built(gradients(unmarked), *types(2 * ROWS), tp=2)
     searching = every(h200()).finding
     assert any(map(stream_choices, programs(searching.apply(program))))
-    with mock.patch.object(FindStreams, "seconds", side_effect=[1e-3, 2e-3]):
+    slower = [Prediction(total=1e-3), Prediction(total=2e-3)]
+    with mock.patch.object(FindStreams, "predicted", side_effect=slower):
         left = every(h200()).finding.apply(program)
     assert dataclasses.replace(left, remarks=program.remarks) == program
     (search,) = (r for r in left.remarks if isinstance(r, Search))
