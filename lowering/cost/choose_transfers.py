@@ -24,7 +24,7 @@ from typing import ClassVar, Literal, TypeAlias
 from jhost._text import bytes_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
-from jhost.lowering.cost.simulate import predict
+from jhost.lowering.cost.simulate import predict, seconds_in_bodies
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.layout import bytes_of
@@ -211,15 +211,26 @@ class ChooseTransfers(EachProgram):
         return decided[which]
 
     def gains(self, made: Program, other: Program, most: float) -> bool:
-        """Whether the `other` program takes less than `most` of the time."""
-        return self.seconds(other) < most * self.seconds(made)
+        """Whether the `other` program takes less than `most` of the time.
+
+        Time in bodies does not count: it is the same, and may be most of all.
+        """
+        assert self.rates is not None
+        made, other = map(self.in_units, (made, other))
+        bodies = seconds_in_bodies(made, self.rates)
+        before, after = (predict(p, self.rates).total - bodies for p in (made, other))
+        return after < most * before
 
     def seconds(self, program: Program) -> float:
         """How long a program or a body takes."""
         assert self.rates is not None
+        return predict(self.in_units(program), self.rates).total
+
+    def in_units(self, program: Program) -> Program:
+        """The program as it is timed."""
         for step in self.units:
             program = step.apply(program)
-        return predict(program, self.rates).total
+        return program
 
 
 class _Forms:

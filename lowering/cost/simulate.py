@@ -79,6 +79,12 @@ def _tasks(
     return unrolled(program, rates, inside, in_pieces=in_pieces, carried=carried)
 
 
+def seconds_in_bodies(program: Program, rates: Rates) -> float:
+    """How long the bodies of a program's control flow take, of all its time."""
+    tasks = _tasks(program, rates, frozenset(), {})
+    return sum(task.seconds for task in tasks if task.inside is not None)
+
+
 def _by_itself(task: Task) -> Prediction:
     if task.transfer:
         return Prediction(communication=task.seconds)
@@ -131,6 +137,7 @@ def ends_of(tasks: Sequence[Task]) -> Mapping[int, float]:
     for number, task in enumerate(tasks):
         waiting = clock.issue_ready(waiting)
         if not (early[number] or task.copy == "put" or clock.can_wait(number)):
+            clock.issue_for_loops()
             clock.issue(number)
     clock.issue_ready(waiting)
     for number in range(len(tasks)):
@@ -157,6 +164,15 @@ def _first_readers(tasks: Sequence[Task]) -> Sequence[int]:
     return found
 
 
+def _read_by_loops(tasks: Sequence[Task]) -> AbstractSet[int]:
+    """The tasks whose results loops or branches read, directly or through others."""
+    found = set[int]()
+    for number, task in reversed(list(enumerate(tasks))):
+        if task.inside is not None or number in found:
+            found |= task.after
+    return found
+
+
 class _Clock:
     """When the queue of computations is free, and the queues of transfers.
 
@@ -179,6 +195,9 @@ class _Clock:
         unordered = (number for number, task in enumerate(tasks) if task.unordered)
         self.unordered = sorted(unordered, key=lambda n: (self.readers[n], n))
         """The unordered transfers that are not issued yet, as they are needed."""
+        read = _read_by_loops(tasks)
+        self.for_loops = [number for number in self.unordered if number in read]
+        """Those of them that loops or branches wait for."""
         self.under_way = 0.0
         """When the last of those that are issued ends."""
         self.ends: dict[int, float] = {}
@@ -234,6 +253,30 @@ class _Clock:
             self.computing += self.tasks[issued].taken
 
     # --- Transfers that XLA orders -------------------------------------------- #
+
+    def issue_for_loops(self) -> None:
+        """Issue the readers of transfers that a loop waits for, once nothing else does.
+
+        XLA computes what a loop waits for before what only the end of the program
+        needs.  So nothing of the latter stands beside such a transfer.  Without a
+        barrier XLA even puts the gradient of a step's output weights behind the scan of
+        the backward, and keeps its operands until then.
+        """
+        self.for_loops = [n for n in self.for_loops if n in self.unordered]
+        for number in self.for_loops:
+            if number in self.unordered and self.is_next(self.readers[number]):
+                self.issue(self.readers[number])
+
+    def is_next(self, number: int) -> bool:
+        """Whether a task waits for no computation that is not issued yet."""
+        waiting = [number]
+        while waiting:
+            for before in self.tasks[waiting.pop()].after - self.ends.keys():
+                task = self.tasks[before]
+                if task.seconds and not (task.transfer or task.copy):
+                    return False
+                waiting.append(before)
+        return True
 
     def can_wait(self, number: int) -> bool:
         """Whether a task may be issued later than its turn.

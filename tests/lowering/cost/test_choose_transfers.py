@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -69,6 +70,18 @@ def test_large_sums_are_said_to_go_by_permutes() -> None:
     assert note.form == (
         "{}: 33.6 MB summed over dp by permutes, beside the work that comes after"
     )
+
+
+def test_large_sums_go_by_permutes_beside_a_scan_that_takes_much_longer() -> None:
+    """The gain counts against what stands outside of bodies."""
+
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.sin(x @ w), None
+
+        return gradients(x, w, v), lax.scan(layer, x, length=1000)[0]
+
+    assert swaps(chosen(f)) == 2  # the scan hides the other one as well
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(2, 8192), (3, 9216)])

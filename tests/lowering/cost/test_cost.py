@@ -24,6 +24,7 @@ from jhost.lowering.cost.tasks import Task, unrolled
 from jhost.lowering.ir.index import LoopIndex, Rank
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
+from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.ir.statements import CommunicationKind, Compute, walk
 from jhost.lowering.pipeline import passes, run_passes
@@ -330,6 +331,18 @@ def test_one_transfer_is_under_way_and_the_first_that_is_read_comes_first() -> N
     assert ends[1] == 10
     # The other one is issued once this has ended, with the kernel that reads this.
     assert ends[0] == 10 + 20 + 10
+
+
+@pytest.mark.parametrize(("read_by_a_loop", "exposed"), [(False, 0), (True, 10)])
+def test_work_for_the_end_alone_stands_beside_nothing_that_a_loop_waits_for(
+    read_by_a_loop: bool, exposed: float
+) -> None:
+    inside = Prediction(total=30, compute=30, communication=0, host=0)
+    last = work(30, 3)
+    if read_by_a_loop:
+        last = dataclasses.replace(last, inside=inside)
+    tasks = work(5), moved(10, 0), work(20), work(1, 1), last
+    assert end_of(*tasks) == 5 + exposed + 20 + 1 + 30
 
 
 def test_nothing_is_computed_while_the_first_kernel_waits_for_its_operand() -> None:
