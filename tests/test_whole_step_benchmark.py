@@ -63,8 +63,12 @@ def test_arms_train_alike_and_have_a_table(
 def test_the_cycle_by_hand_trains_alike(tmp_path: Path) -> None:
     """And says of what it does not take that it does not."""
     wanted = ["--arms", "jit,hand", "--layers", "3", "--mesh", "fsdp=2"]
-    (record,) = run(tmp_path / "run.json", *wanted)["measurements"]
+    option = "xla_embed_ir_in_executable"  # changes nothing
+    found = run(tmp_path / "run.json", *wanted, "--xla", f"{option}=True")
+    assert found["xla"] == {option: True}
+    (record,) = found["measurements"]
     assert record["checks"]["hand"]["right"]
+    assert all(each["options"][option] == "True" for each in record["arms"].values())
     for loop, axes in (("scan", "fsdp=2"), ("scan-checkpoint", "tp=2")):
         (case,) = sizes.cases_of(["tiny"], [loop], [1], [2], ["layer"], [axes])
         with pytest.raises(ValueError, match="the cycle by hand"):
@@ -120,6 +124,7 @@ def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         ["--arms", "torch"],
         ["--mesh", "dp=2", "--sequences", "3"],
         ["--slow-link"],
+        ["--xla", "xla_gpu_autotune_level"],
     ):
         with pytest.raises(SystemExit):
             command.main(wrong)

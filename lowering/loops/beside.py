@@ -15,7 +15,7 @@ collective for each transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
@@ -52,13 +52,21 @@ class Unchunked:
     def __init__(self, spec: LoopSpec, contractions: WaitingContractions) -> None:
         self.spec = spec
         self.contractions = contractions
+        self.turns = [*in_turns(spec.nodes, self.is_moved)]
+        self.shards: dict[int, WholeShards] = {}
+        self.stmts: dict[int, list[ir.Stmt]] = {}
+        """The statements of each transfer that was issued, by the node's identity."""
         self.filled: dict[str, ir.Buffer] = {}
         self.last: list[ir.Stmt] = []
 
     def statements(self) -> list[ir.Stmt]:
-        turns = in_turns(self.spec.nodes, self.is_moved)
         # Tokens order the work against the transfers.
-        return [*on_own([s for turn in turns for s in self.turn(*turn)]), *self.last]
+        stmts = [stmt for turn in self.turns for stmt in self.turn(*turn)]
+        return [*on_own(stmts), *self.last]
+
+    def ahead(self, node: Node) -> list[ir.Stmt]:
+        """A transfer of the first turn, issued before work in front of the loop."""
+        return on_own(self.issued([node]))
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)
@@ -66,35 +74,43 @@ class Unchunked:
 
     def turn(self, moved: Group, work: Group) -> Iterator[ir.Stmt]:
         """Transfers issued at one time, contractions beside them, and their readers."""
-        shards = {id(node): WholeShards(self.spec.of([node])) for node in moved}
-        stmts = {number: each.statements() for number, each in shards.items()}
-        if moved:
+        early = [node for node in moved if id(node) in self.stmts]
+        later = [node for node in moved if id(node) not in self.stmts]
+        if later:
             beside = self.contractions.beside()
-            every = [stmt for node in moved for stmt in stmts[id(node)]]
-            yield from issued([s for s in every if not isinstance(s, ir.Wait)])
+            yield from self.issued(later)
             yield from _statements(beside)
-        for each in shards.values():
-            self.filled |= each.filled
-        for arrives, readers in as_they_arrive(moved, work):
-            every = [stmt for node in arrives for stmt in stmts[id(node)]]
+        # What was issued first is there first.
+        for arrives, readers in as_they_arrive([*early, *later], work):
+            every = [stmt for node in arrives for stmt in self.stmts[id(node)]]
             yield from waited_for([s for s in every if isinstance(s, ir.Wait)])
-            yield from self.arrived([(node, shards[id(node)]) for node in arrives])
+            yield from self.arrived(arrives)
             self.contractions.made(readers)
             yield from _statements(readers)
 
-    def arrived(self, nodes: Sequence[tuple[Node, WholeShards]]) -> list[ir.Stmt]:
+    def issued(self, nodes: Group) -> list[ir.Stmt]:
+        """Transfers, issued together behind the work so far."""
+        for node in nodes:
+            shards = self.shards[id(node)] = WholeShards(self.spec.of([node]))
+            self.stmts[id(node)] = shards.statements()
+            self.filled |= shards.filled
+        every = [stmt for node in nodes for stmt in self.stmts[id(node)]]
+        return issued([s for s in every if not isinstance(s, ir.Wait)])
+
+    def arrived(self, nodes: Group) -> list[ir.Stmt]:
         """The totals of what has come, if it has sums.
 
         Totals that nothing here reads are added up behind the loop, on no stream.  XLA
         may then fuse them into their readers, and reads the terms in place.
         """
         here: list[ir.Stmt] = []
-        for node, shards in nodes:
+        for node in nodes:
+            totals = self.shards[id(node)].totals()
             if self.reads(node):
                 self.contractions.made([node])
-                here += shards.totals()
+                here += totals
             else:
-                self.last += shards.totals()
+                self.last += totals
         return here
 
     def reads(self, node: Node) -> bool:

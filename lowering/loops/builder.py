@@ -29,6 +29,7 @@ from jhost.lowering.loops.zigzag import (
     share_of_work,
 )
 from jhost.lowering.schedule.recompute.gathers import gathers_again
+from jhost.lowering.schedule.shards_ahead import Ahead, WorkAhead
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import barrier_of, type_of
@@ -80,6 +81,8 @@ class LoopBuilder:
             self.participations,
         )
         self.adding: list[Group] = []
+        self.loops: dict[int, ChunkLoop | Unchunked | None] = {}
+        """The loops that were made, by the identity of the first node."""
         self.streamed: dict[str, Buffer] = {}
         self.ordered: dict[str, Buffer] = {}
         self.out_of_order: dict[str, list[Stmt]] = {}
@@ -148,8 +151,29 @@ class LoopBuilder:
         """The statements of all groups and, between them, waiting contractions."""
         streamed = [g for g in groups if id(g[0]) in self.participations]
         self.adding = self.contractions.made_last(streamed)
-        for group in self.contractions.in_order(groups):
+        ahead = [*self.issued_ahead(groups)]
+        gone = {id(group[0]) for each in ahead for group in each.along}
+        stays = [group for group in groups if id(group[0]) not in gone]
+        for group in self.contractions.in_order(stays):
+            for each in ahead:
+                if each.work is group:
+                    yield from self.ahead(each)
             yield from self.lower(group)
+
+    def issued_ahead(self, groups: Sequence[Group]) -> Iterator[Ahead]:
+        """The transfers that are issued in front of their loops."""
+        order = WorkAhead(groups, self.contractions)
+        for group in self.adding:
+            if isinstance(loop := self.loop(group), Unchunked):
+                yield from order.ahead(group, *loop.turns[0])
+
+    def ahead(self, ahead: Ahead) -> Iterator[Stmt]:
+        for group in ahead.along:
+            yield from self.lower(group)
+            self.contractions.made(group)
+        loop = self.loop(ahead.loop)
+        assert isinstance(loop, Unchunked)
+        yield from loop.ahead(ahead.transfer)
 
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, behind the exchanges that its operands need."""
@@ -188,6 +212,12 @@ class LoopBuilder:
         return Compute(unit=unit, ins=ins, outs=outs)
 
     def loop(self, group: Group) -> ChunkLoop | Unchunked | None:
+        """The loop of a group, made once; None if it needs no loop."""
+        if id(group[0]) not in self.loops:
+            self.loops[id(group[0])] = self.new_loop(group)
+        return self.loops[id(group[0])]
+
+    def new_loop(self, group: Group) -> ChunkLoop | Unchunked | None:
         stream = self.participation(group[0]).stream
         choice = self.choices[stream]
         if choice.across:

@@ -57,6 +57,12 @@ def as_they_arrive(moved: Group, work: Group) -> Iterator[tuple[Group, Group]]:
     yield waiting, left
 
 
+def products_of(node: Node, others: Group, work: Group) -> Group:
+    """The products that wait for a transfer, and for none of the others."""
+    free = _released(work, [node, *others])
+    return [each for each in _released(work, others) if each not in free]
+
+
 def _released(work: Group, waiting: Group) -> Group:
     """The products that need none of the transfers that are waited for.
 

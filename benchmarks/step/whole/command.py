@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import fnmatch
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = new_run(arguments.json, plan, on_gpu, suffix=page.SUFFIX)
     size = _GATHERED if on_gpu else _GATHERED_ON_CPUS
     run.content["slow_link"] = arguments.slow_link
+    run.content["xla"] = xla = dict(arguments.xla)
     run.content["link"] = link.gathered(cases[0].devices, size)
     bar = launch.progress_of_all(len(cases))
     try:
         for case, mesh in zip(cases, meshes, strict=True):
             peers = before["fsdp2"].get(_key(case), {})
-            _measure_one(case, mesh, plan, peers, arguments.trace, run, bar)
+            record_of = functools.partial(
+                measure, case, mesh, plan, arguments.trace, xla
+            )
+            _measure_one(case, record_of, plan, peers, run, bar)
     finally:
         bar.close()
         run.content["clocks_at_end"] = environment.clocks()
@@ -79,17 +85,16 @@ def _key(case: Case) -> str:
 
 def _measure_one(
     case: Case,
-    mesh: Any,
+    record_of: Callable[[], Any],
     plan: Plan,
     peers: Mapping[str, Any],
-    trace: Path | None,
     run: Run,
     bar: Progress,
 ) -> None:
     what = _key(case)
 
     def measured() -> dict[str, Any]:
-        record = measure(case, mesh, plan, trace)
+        record = record_of()
         record["arms"] |= peers
         return record
 
@@ -163,6 +168,17 @@ def _arms(arguments: argparse.Namespace) -> list[str]:
     return [a for a in known if any(fnmatch.fnmatchcase(a, p) for p in patterns)]
 
 
+def _option(text: str) -> tuple[str, Any]:
+    """An option of XLA, as in `xla_gpu_autotune_level=0`."""
+    name, given, value = text.partition("=")
+    if not given:
+        raise ValueError(text)
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def _effort(arguments: argparse.Namespace, *, on_gpu: bool) -> timing.Effort:
     if not on_gpu:
         return timing.Effort(1, 2, 1, lead_in=1, instances=1, settling_s=0)
@@ -203,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slow-link", action="store_true", help="through the host's memory")
     add("--layers", type=numbers, default=[4], help="4,8; default: 4")
     add("--sequences", type=numbers, default=[4], help="in a step; default: 4")
+    add("--xla", type=separated(_option), default=[], help="options for all arms: a=1")
     add("--arms", type=names, default=["*"], help="names with wildcards; default: all")
     add("--blocks", type=int, default=5, help="of each arm, in turns; default: 5")
     add("--steps", type=int, default=8, help="in a block; default: 8")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -61,8 +63,17 @@ class Training:
         return state, loss
 
 
-def measure(case: Case, mesh: Mesh, plan: Plan, trace: Path | None) -> Entry:
-    """Everything about one case on one mesh; traces go into the folder `trace`."""
+def measure(
+    case: Case,
+    mesh: Mesh,
+    plan: Plan,
+    trace: Path | None = None,
+    xla: Mapping[str, Any] = MappingProxyType({}),
+) -> Entry:
+    """Everything about one case on one mesh.
+
+    Traces go into the folder `trace`.  All arms are compiled with the options in `xla`.
+    """
     entry: Entry = {
         "case": case.name,
         "model": case.model.name,
@@ -78,7 +89,7 @@ def measure(case: Case, mesh: Mesh, plan: Plan, trace: Path | None) -> Entry:
     }
     arms = entry["arms"]
     training = Training(case, mesh)
-    compiled = _all_compiled(case, mesh, training, plan, entry)
+    compiled = _all_compiled(case, mesh, training, plan, xla, entry)
     entry["checks"] = _compared(training, compiled, mesh, arms)
     calls = {
         arm: functools.partial(training.step, each) for arm, each in compiled.items()
@@ -104,17 +115,22 @@ def _laid(case: Case, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _all_compiled(
-    case: Case, mesh: Mesh, training: Training, plan: Plan, entry: Entry
+    case: Case,
+    mesh: Mesh,
+    training: Training,
+    plan: Plan,
+    xla: Mapping[str, Any],
+    entry: Entry,
 ) -> dict[str, Any]:
     """The arms that compile; the others are left with an error, or without time."""
     found: dict[str, Any] = {}
     for name in entry["arms"]:
         if plan.deadline.passed():
             break
+        arm = all_arms.ARMS[name]
+        arm = dataclasses.replace(arm, wanted={**arm.wanted, **xla})
         try:
-            found[name], entry["arms"][name], text = _compile(
-                case, mesh, training, all_arms.ARMS[name]
-            )
+            found[name], entry["arms"][name], text = _compile(case, mesh, training, arm)
             if text:
                 entry["explain"][name] = text
         except Exception as error:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.explain import count_loops
 from jhost.lowering.ir.bodies import is_pipelined
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from jhost.lowering.loops import combine_small
@@ -42,6 +43,13 @@ def blocks(x: jax.Array, *weights: jax.Array) -> jax.Array:
         x = x + jhost.shard(jnp.where(jnp.abs(y) < 4, y, 1), P("tp"))
         x = jhost.shard(jnp.where(jnp.abs(x) < 4, x, 1), P("tp"))
     return x
+
+
+def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """One whose cotangent does not depend on what it gives."""
+    hidden = x @ up
+    y = jhost.stream(hidden * lax.stop_gradient(jnp.sign(hidden)) @ down, axis=0)
+    return jhost.shard(y, P("tp"))
 
 
 def gradients(f: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -99,8 +107,8 @@ def hidden_by(program: Program) -> list[int]:
         match stmt:
             case Communicate(kind="CollectivePermute"):
                 under_way[stmt.name] = 0
-            case Compute():
-                works = sum(each.rule.contracts for each in stmt.unit.eqns)
+            case Compute() | For():
+                works = sum(map(has_contraction, walk((stmt,))))
                 under_way = {name: n + works for name, n in under_way.items()}
             case Wait(communication=name) if name in under_way:
                 found.append(under_way.pop(name))
@@ -113,16 +121,26 @@ def hidden_by(program: Program) -> list[int]:
 def test_products_of_what_came_first_are_beside_what_comes_next(devices: int) -> None:
     """A layer that is computed again gathers its input, and its cotangent."""
 
-    @jax.checkpoint
-    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        hidden = x @ up
-        y = jhost.stream(hidden * lax.stop_gradient(jnp.sign(hidden)) @ down, axis=0)
-        return jhost.shard(y, P("tp"))
-
-    program = exact(gradients(f, 3), *operands(devices, 1), **settled(devices, 1))
+    f = gradients(jax.checkpoint(block), 3)
+    program = exact(f, *operands(devices, 1), **settled(devices, 1))
     others = devices - 1
     # The input, with nothing beside it, the cotangent, beside x @ up, and that of x.
     assert hidden_by(program) == [0] * others + [1] * others + [1] * others
+
+
+@every_size
+def test_a_cotangent_comes_beside_the_work_in_front_of_its_loop(devices: int) -> None:
+    """Two blocks in one `jax.checkpoint`: the first one is computed in chunks again.
+
+    Meanwhile the cotangent comes, whose product stands beside the second one's input.
+    """
+
+    @jax.checkpoint
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return block(blocks(x, *weights[:2]), *weights[2:])
+
+    program = exact(gradients(f, 5), *operands(devices), **settled(devices))
+    assert 0 not in hidden_by(program)
 
 
 def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:

@@ -1,0 +1,100 @@
+"""Transfers of whole shards that are issued ahead of their loop.
+
+The first loop of a layer that is computed again gathers the layer's input and its
+cotangent, and no contraction waits yet that could stand beside both.  But the cotangent
+is there long before.  So it is gathered beside the work in front of the loop, and its
+product stands beside the gather of the input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import CONTROL_FLOW
+from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.operation import has_contraction
+from jhost.lowering.schedule.waiting_contractions import WaitingContractions
+from jhost.lowering.schedule.whole_shards import products_of
+
+_AHEAD = 2
+"""A transfer is issued at most so many works ahead of its loop: it takes memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ahead:
+    """A transfer that is issued before a work in front of its loop.
+
+    `along` has the cheap groups that make its source, and come with it.
+    """
+
+    transfer: Node
+    loop: Group
+    work: Group
+    along: tuple[Group, ...]
+
+
+class WorkAhead:
+    """The groups of a program in order, and the works among them."""
+
+    def __init__(
+        self, groups: Sequence[Group], contractions: WaitingContractions
+    ) -> None:
+        self.groups, self.contractions = groups, contractions
+        self.works = [n for n, group in enumerate(groups) if self.is_work(group)]
+        self.makers = {
+            buffer.name: number
+            for number, group in enumerate(groups)
+            for node in group
+            for buffer in node.writes
+        }
+
+    def is_work(self, group: Group) -> bool:
+        """Whether a group takes long enough to hide a transfer, and keeps its place."""
+        if group[0] in self.contractions.every:
+            return False
+        stmts = [node.stmt for node in group]
+        return any(has_contraction(s) or isinstance(s, CONTROL_FLOW) for s in stmts)
+
+    def ahead(self, loop: Group, moved: Group, work: Group) -> Iterator[Ahead]:
+        """The transfers to issue ahead, of those that a loop issues at one time.
+
+        They have a product that waits for none of the others.  `work` reads them all.
+        """
+        place = self.groups.index(loop)
+        before = [number for number in self.works if number < place][-_AHEAD:]
+        for node in moved:
+            others = [each for each in moved if each is not node]
+            if not others or not products_of(node, others, work):
+                continue
+            ready, along = self.source(node)
+            first = next((number for number in before if number > ready), None)
+            if first is not None:
+                some = tuple(self.groups[number] for number in along if number > first)
+                yield Ahead(node, loop, self.groups[first], some)
+
+    def source(self, transfer: Node) -> tuple[int, list[int]]:
+        """The last group that a source waits for, and the cheap groups that make it."""
+        ready, along = -1, set[int]()
+        waiting = [transfer.reads[0].name]
+        while waiting:
+            number = self.makers.get(waiting.pop())
+            if number is None or number in along:
+                continue
+            if self.goes_along(self.groups[number]):
+                along.add(number)
+                waiting += [buffer.name for buffer in self.groups[number][0].reads]
+            else:
+                ready = max(ready, number)
+        return ready, sorted(along)
+
+    def goes_along(self, group: Group) -> bool:
+        """Whether a group is cheap, and makes no more bytes than it reads."""
+        (node, *_), stmt = group, group[0].stmt
+        if isinstance(stmt, ir.Communicate) or group[0] in self.contractions.every:
+            return False
+        cheap = isinstance(stmt, ir.Set) or self.contractions.can_wait(group)
+        made, read = (sum(map(bytes_of, some)) for some in (node.writes, node.reads))
+        return cheap and made <= read
