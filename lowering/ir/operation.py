@@ -10,7 +10,13 @@ from typing import TypeAlias
 from jhost.lowering.ir.layout import Layout, Partial, axes_size
 from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Set, Stmt
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import DimRule, Dims, JoinedReads, factors_of
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    JoinedReads,
+    factors_of,
+)
 from jhost.lowering.rules.flops import flops_of
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
@@ -42,8 +48,9 @@ class Operation:
 
     `pinned` is its only possible assignment, if its rule says so.  `cut` has the dims
     of each operand that only loops cut, and `windows` those that are read in windows.
-    `joined` says that it only joins elements of its operands along a dim.  `flops` is
-    the work on whole arrays, if it `reduces`.
+    `joined` says that it only joins elements of its operands along a dim.  `nested` has
+    the dims that follow several factors.  `flops` is the work on whole arrays, if it
+    `reduces`.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -59,6 +66,7 @@ class Operation:
     pinned: Assignment | None = None
     windows: tuple[OperandWindow, ...] = ()
     joined: JoinedReads | None = None
+    nested: tuple[FactorDim, ...] = ()
     reduces: bool = False
     cut: tuple[frozenset[int], ...] = ()
     flops: int = 0
@@ -127,18 +135,54 @@ class Operation:
 
     def fits(self, assignment: Assignment, mesh: Mapping[str, int]) -> bool:
         """Whether every factor divides evenly over its axes, and what it reads too."""
-        return all(
-            size % axes_size(axes, mesh) == 0
-            for size, axes in zip(self.sizes, assignment, strict=True)
-        ) and all(
-            # The dim that windows read may have another size than the factor has steps.
-            window.size % axes_size(assignment[window.factor], mesh) == 0
-            for window in self.windows
+        return (
+            all(
+                size % axes_size(axes, mesh) == 0
+                for size, axes in zip(self.sizes, assignment, strict=True)
+            )
+            # The dim that windows read may have another size than the factor's steps.
+            and all(
+                window.size % axes_size(assignment[window.factor], mesh) == 0
+                for window in self.windows
+            )
+            and all(self.is_contiguous(dim, assignment, mesh) for dim in self.nested)
         )
+
+    def claims(
+        self, dim: FactorDim, axes: Sequence[str], mesh: Mapping[str, int]
+    ) -> Iterator[Claim]:
+        """The factor of each axis of a dim; inner ones have those that others leave."""
+        factor, inside, taken = dim.factor, dim.inside, 1
+        for axis in axes:
+            if inside is not None and taken == self.sizes[factor]:
+                factor, inside, taken = inside.factor, inside.inside, 1
+            taken *= mesh[axis]
+            yield axis, factor
+
+    def is_contiguous(
+        self, dim: FactorDim, assignment: Assignment, mesh: Mapping[str, int]
+    ) -> bool:
+        """Whether a device has one part of a dim that follows several factors.
+
+        Steps of a factor are spread only where each device has one step around them.
+        """
+        whole = False
+        for factor in dim.factors:
+            devices = axes_size(assignment[factor], mesh)
+            if whole and devices > 1:
+                return False
+            whole = whole or devices != self.sizes[factor]
+        return True
 
 
 def _induced(dims: Dims, assignment: Assignment) -> Layout:
-    return tuple([() if dim is None else assignment[dim.factor] for dim in dims])
+    return tuple([() if dim is None else _axes_of(dim, assignment) for dim in dims])
+
+
+def _axes_of(dim: FactorDim, assignment: Assignment) -> tuple[str, ...]:
+    if dim.inside is None:
+        return assignment[dim.factor]
+    return assignment[dim.factor] + _axes_of(dim.inside, assignment)
 
 
 def has_contraction(stmt: Stmt) -> bool:
@@ -177,6 +221,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         cut=cut,
         windows=tuple(_windows(operands, ins)),
         joined=joined,
+        nested=tuple(_nested(rule)),
         flops=flops if reduces else 0,
     )
 
@@ -204,6 +249,11 @@ def _windows(maps: Sequence[Dims], ins: Sequence[Buffer]) -> Iterator[OperandWin
                     factor=mapped.factor,
                     reads=mapped.reads,
                 )
+
+
+def _nested(rule: DimRule) -> Iterator[FactorDim]:
+    for dims in (*rule.operands, *rule.results) if rule.inner else ():
+        yield from (dim for dim in dims if dim is not None and dim.inside is not None)
 
 
 def operand_maps(stmt: Compute) -> tuple[Dims, ...]:
@@ -237,11 +287,14 @@ Claim: TypeAlias = tuple[str, int]
 
 
 def claims_of(
-    op: Operation, ins: Mapping[str, Layout], outs: Mapping[str, Layout]
+    op: Operation,
+    ins: Mapping[str, Layout],
+    outs: Mapping[str, Layout],
+    mesh: Mapping[str, int],
 ) -> list[Claim]:
     """Which mesh axis is on which factor, by the layouts of operands and results."""
     return [
-        (axis, dim.factor)
+        claim
         for names, maps, layouts in (
             (op.ins, op.operands, ins),
             (op.outs, op.results, outs),
@@ -250,7 +303,7 @@ def claims_of(
         if name in layouts
         for dim, axes in zip(dims, layouts[name], strict=True)
         if axes and dim is not None
-        for axis in axes
+        for claim in op.claims(dim, axes, mesh)
     ]
 
 

@@ -13,6 +13,7 @@ from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.layouts.solve import Solution
 from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes
+from jhost.lowering.rules.dim_rule import factors_of
 
 _STEPS = 16
 """The most operations that are followed backward; there are few casts in a row."""
@@ -40,9 +41,11 @@ class Gathers:
         """The gathers for an operation's whole dims, with operand and dim of each."""
         op = self.solution.operations[number]
         spread = self._spread(number)
+        # Dims of several factors are whole where no mesh axis may cut them.
+        nested = factors_of(op.nested)
         for position, name in enumerate(op.ins):
             for dim, mapped in enumerate(op.operands[position]):
-                if mapped is not None:
+                if mapped is not None and mapped.factor not in nested:
                     continue
                 # If the axis is on another dim of the operation, each device still has
                 # its own part of the work.

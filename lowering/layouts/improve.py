@@ -95,11 +95,13 @@ def _by_other_dims(
     """
     if op.reduces or op.pinned is not None or solver.is_bound(op):
         return
+    # A dim of several factors may be read whole as well.
+    nested = factors_of(op.nested)
     gathered = {
         axis: None
         for name, dims in zip(op.ins, op.operands, strict=True)
         for dim, axes in zip(dims, made.layouts[name], strict=True)
-        if dim is None
+        if dim is None or dim.factor in nested
         for axis in axes
         if not any(axis in each for each in current)
     }

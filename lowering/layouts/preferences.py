@@ -144,7 +144,7 @@ class Preferences:
         """The assignment that constraints around `op` suggest, operands' ones first."""
         if op.pinned is not None:
             return op.pinned
-        claims = claims_of(op, self.fixed, self.targets)
+        claims = claims_of(op, self.fixed, self.targets, self.mesh)
         taken: dict[str, int | None] = {}
         for axis, factor in claims:
             # Operands claim first, and the first claim has the axis.

@@ -13,6 +13,7 @@ from jhost.lowering.ir.statements import Compute, Cond
 from jhost.lowering.layouts.solve import Alternatives
 from jhost.lowering.layouts.solver import AssignmentRank
 from jhost.lowering.layouts.texts import moved_text, title_of
+from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.streams.participation import whole_reason
 
 
@@ -42,6 +43,7 @@ class Reasons:
         for dim, axes in enumerate(have):
             lost = [axis for axis in axes if axis not in want[dim]]
             mapped = op.operands[position][dim]
+            claims = dict(op.claims(mapped, axes, self.mesh)) if mapped else {}
             # A `shard_map`: its specs decided, and no cost was weighed.
             if lost and op.pinned is not None:
                 yield Reason("as its specs say")
@@ -51,9 +53,8 @@ class Reasons:
                 yield Reason(whole_reason_of(op, dim))
             elif mapped is not None:
                 for axis in lost:
-                    yield self.losing_reason(
-                        op, alternatives, (axis, mapped.factor), dim
-                    )
+                    claim = axis, claims[axis]
+                    yield self.losing_reason(op, alternatives, claim, dim)
 
     def losing_reason(
         self, op: Operation, alternatives: Alternatives, claim: Claim, dim: int
@@ -61,14 +62,23 @@ class Reasons:
         """What it would cost to leave a dim sharded over an axis."""
         rank, (axis, factor) = alternatives.losing.get(claim), claim
         if rank is None:
-            return self.undivisible(op, factor, axis)
+            split = self.is_split(op, claim)
+            whole = Reason(whole_reason_of(op, dim))
+            return whole if split else self.undivisible(op, factor, axis)
         stayed = f"if dim {dim} stayed sharded over {axis}"
         return Reason(f"{stayed}, {_losing_text(rank, alternatives.rank)}")
 
     def undivided(self, op: Operation, alternatives: Alternatives) -> Iterator[Reason]:
-        for (axis, factor), rank in alternatives.losing.items():
-            if rank is None:
+        for claim, rank in alternatives.losing.items():
+            if rank is None and not self.is_split(op, claim):
+                axis, factor = claim
                 yield self.undivisible(op, factor, axis)
+
+    def is_split(self, op: Operation, claim: Claim) -> bool:
+        """Whether devices would have several parts of a dim of several factors."""
+        axis, factor = claim
+        divides = op.sizes[factor] % axes_size((axis,), self.mesh) == 0
+        return divides and factor in factors_of(op.nested)
 
     def undivisible(self, op: Operation, factor: int, axis: str) -> Reason:
         devices = axes_size((axis,), self.mesh)

@@ -274,6 +274,7 @@ class Solver:
             op,
             layouts,
             {} if self.preferences.follows(op) else self.preferences.targets,
+            self.mesh,
         )
 
     def is_bound(self, op: Operation) -> bool:

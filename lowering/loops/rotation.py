@@ -82,6 +82,7 @@ def factors_of_compute(owner: int, stmt: ir.Compute, ranks: Ranks) -> list[Facto
         *rule.windowed,
         *rule.picked,
         *rule.updates,
+        *rule.inner,
         *_seen(rule.window),
     }
     parallel = {f for f, reducer in enumerate(rule.reducers) if reducer is None}
@@ -110,10 +111,12 @@ def _dims_by_factor(
     steps: dict[int | None, int] = {}
     for buffer, mapped in zip((*stmt.ins, *stmt.outs), maps, strict=True):
         for number, dim in enumerate(mapped):
-            factor = None if dim is None else dim.factor
+            # A device that has one step in parts has fewer elements than a step.
+            count = 0 if dim is None else buffer.shape[number] // dim.scale
+            factor = None if dim is None or count == 0 else dim.factor
             value = (owner, buffer.name), number - len(mapped)
             dims.setdefault(factor, []).append(value)
-            steps[factor] = 1 if dim is None else buffer.shape[number] // dim.scale
+            steps[factor] = 1 if factor is None else count
     return dims, steps
 
 

@@ -30,6 +30,7 @@ class Operands:
         counted: the factors of which a device has to know which part it holds, because
             positions in the whole depend on its size.
         fixed: whether it can work on no other sizes.
+        inner: the factors that some dim follows inside of another factor's steps.
         windows: the dims of each operand that are read in windows.  They take a dim as
             long as it is.
     """
@@ -42,6 +43,7 @@ class Operands:
     reducers: tuple[Reducer | None, ...]
     counted: frozenset[int]
     fixed: bool = False
+    inner: frozenset[int] = frozenset()
     windows: tuple[frozenset[int], ...] = ()
 
 
@@ -100,5 +102,6 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
         # On one device positions begin at 0, whatever the size.
         counted=unit_eqn.rule.counted & spread,
         fixed=op.pinned is not None,
+        inner=unit_eqn.rule.inner,
         windows=tuple(map(frozenset, windows)),
     )

@@ -157,6 +157,8 @@ class _PaddingSpread:
         """Whether a statement can work on a longer factor."""
         op = self.statements[number]
         assert op is not None
+        if factor in op.inner:
+            return False  # each outer step would have padding at its end
         scales: list[int] = []
         lacking = followed = False
         for dims in (*op.operands, *op.results):

@@ -15,6 +15,7 @@ written with `building.py` and `windows.py`, and `table.py` imports them all.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -30,13 +31,20 @@ class FactorDim:
     """A dim that follows `factor`; each step of the factor is `scale` elements of it.
 
     A reshape that merges `[a, b]` into `[a * b]` maps the merged dim to factor a with
-    scale b.  With `reads`, the steps read windows of the dim.  A device then gets the
-    elements that its steps read, and some of them come from other devices.
+    scale b.  Each step of a then has all steps of b, which the dim follows `inside`.
+    With `reads`, the steps read windows of the dim.  A device then gets the elements
+    that its steps read, and some of them come from other devices.
     """
 
     factor: int
     scale: int = 1
     reads: WindowReads | None = None
+    inside: FactorDim | None = None
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """The factors that it follows, from the outermost."""
+        return (self.factor, *(self.inside.factors if self.inside else ()))
 
 
 Dims: TypeAlias = tuple[FactorDim | None, ...]
@@ -44,7 +52,7 @@ Dims: TypeAlias = tuple[FactorDim | None, ...]
 
 def factors_of(dims: Dims) -> set[int]:
     """The factors that some dim follows."""
-    return {dim.factor for dim in dims if dim is not None}
+    return {factor for dim in dims if dim is not None for factor in dim.factors}
 
 
 def aligned(dims: Dims) -> Dims:
@@ -186,6 +194,7 @@ class DimRule:
             on no others.
         joined: for an equation that only joins elements of its operands, which.
         windowed: the factors whose steps read windows of some operand.
+        inner: the factors that some dim follows inside of another factor's steps.
         contracts: whether it multiplies and sums, because a reduced factor is in both
             first operands.  Such work takes long enough to hide a transfer.
         reduces: whether some factor is reduced, and each of its steps is work.
@@ -210,12 +219,14 @@ class DimRule:
     pinned: tuple[tuple[str, ...], ...] | None = None
     joined: JoinedReads | None = None
     windowed: frozenset[int] = dataclasses.field(init=False)
+    inner: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)
     reduces: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         # Found once: passes ask for these more often than for anything else.
         object.__setattr__(self, "windowed", frozenset(self._windowed()))
+        object.__setattr__(self, "inner", frozenset(self._inner()))
         object.__setattr__(self, "contracts", self._contracts())
         object.__setattr__(self, "reduces", self._reduces())
 
@@ -231,15 +242,21 @@ class DimRule:
 
         Every chunk of a table is asked for every index, and every chunk of updates
         makes a value as large as the table.  A chunk of steps that read windows needs
-        elements of other chunks.
+        elements of other chunks.  Of inner steps a chunk has some in each outer step.
         """
-        return self.picked | self.updates | self.windowed
+        return self.picked | self.updates | self.windowed | self.inner
 
     def _windowed(self) -> Iterator[int]:
         for dims in self.operands:
             for dim in dims:
                 if dim is not None and dim.reads is not None:
                     yield dim.factor
+
+    def _inner(self) -> Iterator[int]:
+        for dims in (*self.operands, *self.results):
+            for dim in dims:
+                if dim is not None and dim.inside is not None:
+                    yield from dim.inside.factors
 
     def _reduces(self) -> bool:
         return any(r for f, r in enumerate(self.reducers) if f not in self.picked)
@@ -338,5 +355,6 @@ def part_shape(dims: Dims, shape: Sequence[int], shard: Shard) -> tuple[int, ...
 def _part_size(dim: FactorDim, size: int, shard: Shard) -> int:
     steps = shard.size(dim.factor)
     if dim.reads is None:
-        return steps * dim.scale
+        inside = dim.inside.factors if dim.inside else ()
+        return steps * dim.scale // math.prod(map(shard.parts, inside))
     return size if shard.parts(dim.factor) == 1 else dim.reads.window(steps)

@@ -182,7 +182,7 @@ class _Updates:
                 operand = lax.optimization_barrier(operand)
         # Without this, each part of the updates would add the operand once more.
         parts = any(shard.size(f) != self.sizes[f] for f in self.reduced)
-        if parts or padded:
+        if self.reduced and (parts or padded):
             operand = self.once(operand, holds_first(shard, sorted(self.reduced)))
         return bind(eqn, (operand, indices, updates), **changed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -25,47 +25,75 @@ from jhost.lowering.rules.dim_rule import (
 
 @rule("reshape")
 def reshape(eqn: JaxprEqn) -> DimRule:
-    """A factor for each run of dims that the reshape splits, merges or leaves alone.
+    """The factors of each run of dims that the reshape splits, merges or leaves alone.
 
-    A run `[6, 5]` that becomes `[10, 3]` has gcd(6, 10) = 2 contiguous halves in both
-    shapes.  Its factor has 2 steps; a step is 3 elements of the 6, and 5 of the 10.
+    `[4, 6]` that becomes `[8, 3]` has factors of 4, 2 and 3 steps: the 6 follows the
+    last two, and the 8 the first two.  A run `[6, 5]` that becomes `[10, 3]` has
+    gcd(6, 10) = 2 contiguous halves in both shapes, and no more factors.  A step is 3
+    elements of the 6, and 5 of the 10.
     """
     operand, result = shape_of(eqn.invars[0]), eqn.params["new_sizes"]
     factors = Factors()
-    operand_map: dict[int, FactorDim] = {}
-    result_map: dict[int, FactorDim] = {}
+    followed: tuple[_StepsByDim, _StepsByDim] = {}, {}
     # With `dimensions` it is a transpose as well, and all dims stay whole.
     if eqn.params["dimensions"] is None:
-        for source, target in _outermost(operand, result):
-            steps = math.gcd(operand[source], result[target])
-            if steps == 1:  # no part is contiguous in both shapes
-                continue
+        for source, target, steps in _common_steps(operand, result):
             factor = factors.new(steps)
-            operand_map[source] = FactorDim(factor, operand[source] // steps)
-            result_map[target] = FactorDim(factor, result[target] // steps)
-    operand_dims = tuple(operand_map.get(dim) for dim in range(len(operand)))
-    result_dims = tuple(result_map.get(dim) for dim in range(len(result)))
+            followed[0].setdefault(source, []).append((factor, steps))
+            followed[1].setdefault(target, []).append((factor, steps))
+    operand_dims, result_dims = (
+        tuple(_following(found.get(dim, ()), size) for dim, size in enumerate(shape))
+        for found, shape in zip(followed, (operand, result), strict=True)
+    )
     rebind = rebind_local("new_sizes", result_dims)
     return factors.rule([operand_dims], [result_dims], rebind)
 
 
-def _outermost(
+_StepsByDim: TypeAlias = dict[int, list[tuple[int, int]]]
+"""The factors that each dim follows, from the outermost, with their steps."""
+
+
+def _following(factors: Sequence[tuple[int, int]], size: int) -> FactorDim | None:
+    """How a dim of that size follows factors that have such steps."""
+    if not factors:
+        return None
+    (factor, steps), *others = factors
+    scale = size // steps
+    return FactorDim(factor, scale, inside=_following(others, scale))
+
+
+def _common_steps(
     operand: Sequence[int], result: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """The outermost dims of the shortest runs of equal size, without dims of size 1."""
+) -> Iterator[tuple[int, int, int]]:
+    """Dims of both with the steps that these have in common, in order of elements."""
     if 0 in operand:
         return
     # Left out, because dims of size 1 would make more runs on one side than the other.
     sources = (dim for dim, size in enumerate(operand) if size != 1)
     targets = (dim for dim, size in enumerate(result) if size != 1)
     for source, target in zip(sources, targets, strict=True):
-        yield source, target
-        taken, given = operand[source], result[target]
-        while taken != given:
-            if taken < given:
-                taken *= operand[next(sources)]
+        left, wanted = operand[source], result[target]
+        while True:
+            steps = math.gcd(left, wanted)
+            if steps > 1:
+                yield source, target, steps
+            left, wanted = left // steps, wanted // steps
+            if left == wanted == 1:
+                break
+            if left == 1:
+                source = next(sources)
+                left = operand[source]
+            elif wanted == 1:
+                target = next(targets)
+                wanted = result[target]
             else:
-                given *= result[next(targets)]
+                # No other part is contiguous in both shapes, up to the end of the run.
+                while left != wanted:
+                    if left < wanted:
+                        left *= operand[next(sources)]
+                    else:
+                        wanted *= result[next(targets)]
+                break
 
 
 # --- Dims that come, go or change places --------------------------------------- #

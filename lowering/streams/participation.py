@@ -149,7 +149,7 @@ def _compute_part(
     (unit_eqn,) = stmt.unit.eqns
     rule, operands = unit_eqn.rule, operand_maps(stmt)
     entered = (rule.results if writes else operands)[position][access.dim]
-    if entered is None or rule.pinned is not None:
+    if entered is None or entered.factor in rule.inner or rule.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
     if factor in rule.windowed:

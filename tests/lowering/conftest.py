@@ -268,8 +268,10 @@ def _check_sizes(
         for dim, size in zip(dims, np.shape(value), strict=True):
             if dim is not None and dim.reads is not None:
                 assert dim.reads.size == size
-            elif dim is not None:
+                continue
+            while dim is not None:
                 assert sizes[dim.factor] * dim.scale == size
+                dim, size = dim.inside, dim.scale
 
 
 def _chunkings(rule: DimRule, factor: int) -> Iterator[tuple[int, ...]]:
@@ -279,7 +281,7 @@ def _chunkings(rule: DimRule, factor: int) -> Iterator[tuple[int, ...]]:
     """
     size = rule.sizes[factor]
     yield (size,)
-    if _is_joined(rule, factor):
+    if _is_joined(rule, factor) or factor in rule.inner:
         return
     half = size - size // 2
     if size > 3:
@@ -324,13 +326,19 @@ def _together(rule: DimRule) -> list[_Part]:
     """The last part of all parallel factors at once, as on a mesh of several axes.
 
     With it go halves of all that are reduced, which are put together; what another
-    result follows is whole.
+    result follows is whole.  Around inner factors there is one step.
     """
+    nested = [d for dims in (*rule.operands, *rule.results) for d in dims if d]
+    around = {factor for dim in nested for factor in dim.factors[:-1]}
     followed = set[int]().union(*map(factors_of, rule.results))
     pairs = zip(rule.sizes, rule.reducers, strict=True)
     parts = [
         [(0, size)]
         if _is_joined(rule, factor) or (reducer is not None and factor in followed)
+        else [(size - 1, 1)]
+        if factor in around
+        else [_last(size)]
+        if factor in rule.inner
         else [(size // 2, size - size // 2)]
         if reducer is None
         else _halves(size)
@@ -349,6 +357,12 @@ def _check_together(case: _Case) -> None:
         case.rule.results, case.results, totals, strict=True
     ):
         _assert_same(total, _cut(result, dims, places[0]))
+
+
+def _last(size: int) -> tuple[int, int]:
+    """The last of few equal parts."""
+    part = size // next(n for n in range(2, size + 1) if size % n == 0)
+    return size - part, part
 
 
 def _halves(size: int) -> list[tuple[int, int]]:
@@ -423,6 +437,10 @@ def _slice(dim: FactorDim | None, part: _Part) -> slice:
     if dim is None or dim.reads is not None:
         return slice(None)
     start, size = part.parts[dim.factor]
+    inside = _slice(dim.inside, part)
+    if dim.inside is not None and size == 1:
+        first = start * dim.scale
+        return slice(first + inside.start, first + inside.stop)
     return slice(start * dim.scale, (start + size) * dim.scale)
 
 

@@ -258,6 +258,37 @@ def test_a_merge_of_the_sharded_dim(devices: int) -> None:
     assert communications(program) == []
 
 
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_a_dim_over_two_axes_is_split_and_merged_along_them(
+    axes: tuple[str, str],
+) -> None:
+    """The outer dim has one step a device, so each has a part of the inner one."""
+    sizes = {axes[0]: 2, axes[1]: 4}
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.reshape(x, (2, 12, 3))
+
+    x = array(24, 3)
+    split = exact(f, x, **on(sizes, (P(axes),), P(*axes)))
+    assert communications(split) == []
+    merged = exact(
+        lambda y: jnp.reshape(y, x.shape), f(x), **on(sizes, (P(*axes),), P(axes))
+    )
+    assert communications(merged) == []
+    pulled = jax.grad(lambda x: (f(x) ** 2).sum())
+    assert communications(exact(pulled, x, **on(sizes, (P(axes),), P(axes)))) == []
+
+
+def test_inner_dims_alone_are_gathered_for_a_merge() -> None:
+    """Each device would have a part of each of several outer steps."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.reshape(x, (24, 3))
+
+    program = exact(f, array(2, 12, 3), **on({"a": 4}, (P(None, "a"),), P()))
+    assert communications(program) == ["AllGather a 1"]
+
+
 # --- Meshes of two axes ------------------------------------------------------------- #
 
 SIZES = [(2, 2), (2, 4)]

@@ -149,6 +149,15 @@ def test_a_write_elsewhere_leaves_a_part_as_it_was() -> None:
     exact(f, cache(), cache(4, 1, 3)[:, 0], jnp.array(7), **settings)
 
 
+def test_rows_that_no_mesh_divides_are_written_each_at_its_position() -> None:
+    def both(x: Array, new: Array, at: Array) -> tuple[Array, Array]:
+        x = jhost.shard(x, P("tp"))
+        return write_each(x, new, at), x.at[jnp.arange(5), at].add(new[:, 0])
+
+    at = jnp.array([6, 9, -1, 40, 3])
+    exact(both, cache(5, 16, 3), cache(5, 2, 3), at, **tp(4, P(), P()))
+
+
 # --- At random ---------------------------------------------------------------------- #
 
 
@@ -213,13 +222,15 @@ _MESHES = (
     ({"a": 2, "b": 2}, P(None, ("b", "a"))),
     ({"a": 2, "b": 2}, P(None, "b", "a")),
     ({"a": 2, "b": 2}, P("b", "a")),
+    ({"a": 2}, P("a")),
 )
 
 
 @st.composite
 def _cases(draw: st.DrawFn) -> Case:
     mesh, spec = draw(st.sampled_from(_MESHES))
-    shape = 4, draw(st.sampled_from([8, 13])), draw(st.sampled_from([8, 5]))
+    rows = draw(st.sampled_from([4, 3]))
+    shape = rows, draw(st.sampled_from([8, 13])), draw(st.sampled_from([8, 5]))
     start = st.tuples(st.integers(-15, 15), st.integers(-9, 9))
     wrapped = draw(st.sampled_from(["", "scan", "gradient"]))
     dtypes = ["float32"] if wrapped == "gradient" else ["int32", "bool", "bfloat16"]
@@ -229,7 +240,7 @@ def _cases(draw: st.DrawFn) -> Case:
         spec=spec,
         shape=shape,
         window=(draw(width[0]), draw(width[1])),
-        starts=tuple(draw(start) for _ in range(4)),
+        starts=tuple(draw(start) for _ in range(rows)),
         each=draw(st.booleans()),
         unsigned=draw(st.booleans()),
         dtype=draw(st.sampled_from(dtypes)),

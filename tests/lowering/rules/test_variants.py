@@ -180,17 +180,39 @@ def test_a_stream_goes_through_the_rows_of_experts(
 # --- Shapes -------------------------------------------------------------------- #
 
 
-def test_a_merge_follows_the_outer_dim() -> None:
+def test_a_merge_follows_the_inner_dim_inside_of_the_outer_one() -> None:
     rule = _rule(lambda x: lax.reshape(x, (12,)), np.ones((3, 4)))
-    assert rule.sizes == (3,)
-    assert rule.operands == ((FactorDim(0), None),)
-    assert rule.results == ((FactorDim(0, 4),),)
+    assert rule.sizes == (3, 4)
+    assert rule.operands == ((FactorDim(0), FactorDim(1)),)
+    assert rule.results == ((FactorDim(0, 4, inside=FactorDim(1)),),)
+    assert rule.inner == {1}
 
 
-def test_a_split_follows_the_outer_dim() -> None:
+def test_a_split_follows_the_inner_dim_inside_of_the_outer_one() -> None:
     rule = _rule(lambda x: lax.reshape(x, (3, 4)), np.ones(12))
-    assert rule.operands == ((FactorDim(0, 4),),)
-    assert rule.results == ((FactorDim(0), None),)
+    assert rule.operands == ((FactorDim(0, 4, inside=FactorDim(1)),),)
+    assert rule.results == ((FactorDim(0), FactorDim(1)),)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [
+        ((4, 6), (8, 3), (4, 2, 3)),
+        ((6, 5), (10, 3), (2,)),
+        ((2, 3, 4, 5), (6, 20), (2, 3, 4, 5)),
+        ((6, 1, 4), (2, 3, 2, 2), (2, 3, 2, 2)),
+        ((4, 9), (6, 6), (2,)),
+    ],
+)
+def test_a_reshape_has_the_steps_that_are_contiguous_in_both_shapes(
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    steps: tuple[int, ...],
+    check_rule: CheckRule,
+) -> None:
+    x = integers(*before)
+    assert _rule(lambda x: lax.reshape(x, after), x).sizes == steps
+    check_rule(lambda x: lax.reshape(x, after), x)
 
 
 def test_a_reshape_of_nothing_has_no_factors() -> None:
