@@ -1,6 +1,6 @@
 """Programs by the layouts that `jax.jit` chooses, and by jhost's: seconds predicted.
 
-    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.step.layouts [--part 1/8]
+    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.step.layouts [--of layers] [--part 1/8]
 
 XLA says of each value where it lies: values go through a `custom_partitioning` that
 changes nothing, and is told the shardings.  The same values are then constrained to
@@ -37,14 +37,15 @@ from jhost._call.bind import call_of
 from jhost._call.build import built
 from jhost.lowering.cost.choose_layouts import ChooseLayouts
 from jhost.lowering.cost.choose_permutes import by_permutes
-from jhost.lowering.cost.rates import Rates, rates_of
+from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.emit.control_flow import call_control_flow
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, with_each_body
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import StreamDefaults
-from jhost.lowering.ir.statements import Compute, Set, Stmt
+from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
 from jhost.lowering.pipeline import passes, run_passes
 from jhost.lowering.rules.dim_rule import bind
 
@@ -54,6 +55,12 @@ MOST = 1.01
 
 LEAST = 1 << 16
 """Bytes of a value whose layout is asked for."""
+
+_UNOPTIMIZED = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Nobody runs what is compiled."""
 
 Specs: TypeAlias = dict[tuple[int, str], P]
 """How values lie, by the place of the program among `programs`, and by name."""
@@ -73,7 +80,8 @@ class Asking:
     def specs(self) -> Specs:
         """How XLA has values lie."""
         types = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.program.params]
-        jax.jit(functools.partial(self.run, self.program)).lower(*types).compile()
+        made = jax.jit(functools.partial(self.run, self.program)).lower(*types)
+        made.compile(compiler_options=_UNOPTIMIZED)
         return self.found
 
     def run(self, program: Program, *args: Any) -> list[Any]:
@@ -151,15 +159,16 @@ def kernels_of_zeros() -> Generator[None]:
 # --- The same program with these layouts -------------------------------------------- #
 
 
-def constrained(
-    program: Program, specs: Specs, which: Callable[[Stmt], bool]
-) -> Program:
-    """`program` with layouts for results of statements of which the user says none."""
+def constrained(program: Program, specs: Specs) -> Program:
+    """`program` with layouts for products and bodies of which the user says none.
+
+    What stands between them lies as they do, or where it costs least.
+    """
     places = {id(each): n for n, each in enumerate(programs(program))}
 
     def change(each: Program) -> Program:
         said = {mark.buffer for mark in each.marks if isinstance(mark, ShardMark)}
-        values = (b for stmt in each.body if which(stmt) for b in _results(stmt))
+        values = (b for stmt in each.body for b in _results(stmt))
         more = [
             ShardMark(
                 buffer=value.name,
@@ -176,22 +185,15 @@ def constrained(
     return change(program)
 
 
-def _results(stmt: Stmt) -> Sequence[Any]:
-    return stmt.outs if isinstance(stmt, (Compute, *CONTROL_FLOW)) else ()
+def _results(stmt: Stmt) -> Sequence[Buffer]:
+    if isinstance(stmt, CONTROL_FLOW) or has_contraction(stmt):
+        return stmt.outs
+    return ()
 
 
 def _entries(spec: P, rank: int) -> tuple[tuple[str, ...], ...]:
     said = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
     return (*said, *[()] * (rank - len(said)))
-
-
-def _any(_: Stmt) -> bool:
-    return True
-
-
-def _product(stmt: Stmt) -> bool:
-    """Whether values behind it lie as its own do."""
-    return isinstance(stmt, CONTROL_FLOW) or has_contraction(stmt)
 
 
 # --- Times -------------------------------------------------------------------------- #
@@ -210,25 +212,24 @@ class Times(NamedTuple):
 
 
 def times(program: Program, mesh: Mesh) -> Times:
-    """What a program takes; of `jax.jit`'s layouts those of all values or of some."""
+    """What a program takes."""
+    of_jit = constrained(program, Asking(program, mesh).specs())
+    chosen, notes = lowered(program)
+    with mock.patch.object(ChooseLayouts, "apply", lambda _, given: given):
+        weighed = any(note.startswith("layouts: ") for note in notes)
+        by_bytes = lowered(program)[0] if weighed else chosen
+    return Times(by_bytes, chosen, lowered(of_jit)[0])
+
+
+def lowered(program: Program) -> tuple[float, list[str]]:
+    """Milliseconds of one run after all passes, and what they noted."""
     rates = rates_of(KIND)
     assert rates is not None
-    specs = Asking(program, mesh).specs()
-    chosen = milliseconds(program, rates)
-    with mock.patch.object(ChooseLayouts, "apply", lambda _, given: given):
-        by_bytes = milliseconds(program, rates)
-    of_jit = (
-        milliseconds(constrained(program, specs, which), rates)
-        for which in (_any, _product)
-    )
-    return Times(by_bytes, chosen, min(of_jit))
-
-
-def milliseconds(program: Program, rates: Rates) -> float:
-    """Of one run, after all passes."""
     every = passes(settings=StreamDefaults(), streams=4, rates=rates, device_kind=KIND)
-    (_, predicted), *_ = by_permutes(run_passes(program, every.all), rates)
-    return 1e3 * predicted.total
+    program = run_passes(program, every.all)
+    (_, predicted), *_ = by_permutes(program, rates)
+    notes = [each.text for each in program.remarks if isinstance(each, Note)]
+    return 1e3 * predicted.total, notes
 
 
 # --- Programs ----------------------------------------------------------------------- #
@@ -260,20 +261,31 @@ class Subject(NamedTuple):
         return built(jaxpr, config)
 
 
-def subjects() -> Iterator[Subject]:
-    """Whole steps that are stored, and layers."""
+def whole_steps() -> Iterator[Subject]:
+    """Those that are stored."""
     for case in stored_cases():
         make = functools.partial(_whole, case)
         every = Subject(f"{case.name}, whole", case.mesh, make)
         yield from (every, every._replace(free=True))
+
+
+def layers_in_steps() -> Iterator[Subject]:
+    """Layers one after another or in a scan."""
     for axes in found.MESHES:
         for each in found.steps(("8b", "70b"), axes):
             every = Subject(each.name, axes.mesh, functools.partial(_unmarked, each))
             yield from (every, every._replace(free=True))
+
+
+def single_layers() -> Iterator[Subject]:
+    """Layers alone, which say nothing of activations."""
     for devices in (2, 4):
         axes = along_tp(devices)
         for each in found.layers(("8b", "70b"), axes):
             yield Subject(each.name, axes.mesh, functools.partial(_unmarked, each))
+
+
+SUBJECTS = {"whole": whole_steps, "steps": layers_in_steps, "layers": single_layers}
 
 
 def _whole(case: sizes.Case, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
@@ -302,12 +314,14 @@ def stored_cases() -> list[sizes.Case]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a row for each program as soon as it is known."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--of", default=",".join(SUBJECTS))
     parser.add_argument("--part", default="1/1", help="such as 2/8: every eighth")
     arguments = parser.parse_args(argv)
     part, parts = map(int, arguments.part.split("/"))
+    every = [each for of in arguments.of.split(",") for each in SUBJECTS[of]()]
     print(report.table(HEAD, ()))
     with as_with_cudnn(), kernels_of_zeros():
-        for subject in [*subjects()][part - 1 :: parts]:
+        for subject in every[part - 1 :: parts]:
             mesh = subject.mesh()
             found_times = times(subject.program(mesh), mesh)
             over = " !" * (found_times.ratio > MOST)
