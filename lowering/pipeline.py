@@ -131,15 +131,16 @@ def passes(
     weighed = transfers.of_candidates()
     (every,) = _shared(shares, moving_all(weighed))
     cycles = ChooseCycles(transfers, every)
-    schedule = ChooseSchedule(_shared(shares, cycles, transfers), leave, transfers)
+    order = *_shared(shares, cycles), *_shared(shares, transfers)
+    schedule = ChooseSchedule(order, leave, transfers)
     of_candidates = *_shared(shares, weighed), leave, *units
     loops = *to_loops, schedule, *units
     finding = FindStreams(
         layouts=(*layouts, *to_loops[:1]),
         loops=(*to_loops[1:], *of_candidates),
-        whole=(*layouts, *loops),
+        whole=(*layouts, *to_loops),
+        schedule=schedule,
         rates=_rates_to_find(settings, rates),
-        transfers=transfers,
     )
     by_time = ChooseLayouts(
         propagate,

@@ -23,23 +23,27 @@ Arm: TypeAlias = Callable[[Step, Mesh, bool], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Marked:
-    """Global arrays with their layouts, and jhost's marks, which `jax.jit` ignores."""
+class Global:
+    """Global arrays with their layouts, and marks or none; `jax.jit` ignores marks."""
 
     rows: NamedSharding
     columns: NamedSharding
+    marked: bool = True
 
     def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
-        result = jhost.stream(rows(x), axis=0) if ends else rows(x)
+        result = self.stream(rows(x)) if ends else rows(x)
         return constrain(result, self.columns)
 
     def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
         # Said of h, or GSPMD gathers weights for the gradient of cuDNN's attention.
         h = constrain(h, self.columns)
-        return constrain(jhost.stream(h @ w, axis=0), self.rows)
+        return constrain(self.stream(h @ w), self.rows)
 
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
-        return jhost.stream(h @ w, axis=0)
+        return self.stream(h @ w)
+
+    def stream(self, x: jax.Array) -> jax.Array:
+        return jhost.stream(x, axis=0) if self.marked else x
 
     def weight(self, shard: jax.Array, dim: int) -> jax.Array:
         return shard
@@ -83,7 +87,7 @@ def gspmd(step: Step, mesh: Mesh, backward: bool) -> Any:
         (step.specs, step.out_specs(backward)),
         is_leaf=lambda leaf: isinstance(leaf, P),
     )
-    function = step.function(_marked(step, mesh), backward)
+    function = step.function(_global(step, mesh), backward)
     return jax.jit(function, in_shardings=ins, out_shardings=outs)
 
 
@@ -125,17 +129,17 @@ def _summed(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(value, axes) if axes else value
 
 
-def _marked(step: Step, mesh: Mesh) -> Marked:
+def _global(step: Step, mesh: Mesh, marked: bool = True) -> Global:
     rows, columns = step.axes.rows, step.axes.columns
-    return Marked(NamedSharding(mesh, rows), NamedSharding(mesh, columns))
+    return Global(NamedSharding(mesh, rows), NamedSharding(mesh, columns), marked)
 
 
-def hosted(pipeline: Any) -> Arm:
+def hosted(pipeline: Any, *, marked: bool = True) -> Arm:
     """jhost around the whole step, as it chooses or as it is told."""
 
     def arm(step: Step, mesh: Mesh, backward: bool) -> Any:
         return jhost.jit(
-            step.function(_marked(step, mesh), backward),
+            step.function(_global(step, mesh, marked), backward),
             mesh=mesh,
             in_shardings=step.specs,
             out_shardings=step.out_specs(backward),

@@ -53,13 +53,18 @@ def by_permutes(
     program: Program, rates: Rates, **how: Any
 ) -> list[tuple[PermuteKind, Prediction]]:
     """The prediction for each kind of permutes that there is, the better one first."""
-    copied: tuple[PermuteKind, Prediction]
-    copied = ("peer copies", predict(program, rates, **how))
+    copied, *puts = (
+        (kind, predict(program, each, **how)) for kind, each in kinds_of(rates)
+    )
+    if puts and puts[0][1].total < _GAIN * copied[1].total:
+        return [*puts, copied]
+    return [copied, *puts]
+
+
+def kinds_of(rates: Rates) -> list[tuple[PermuteKind, Rates]]:
+    """Each kind of permutes that there is, with the rates of a program that has it."""
+    copies: tuple[PermuteKind, Rates] = ("peer copies", rates)
     if rates.put is None:
-        return [copied]
+        return [copies]
     # All permutes or none: XLA has one option for the whole program.
-    putting = dataclasses.replace(rates, permute=rates.put)
-    put = predict(program, putting, **how)
-    if put.total < _GAIN * copied[1].total:
-        return [("puts", put), copied]
-    return [copied, ("puts", put)]
+    return [copies, ("puts", dataclasses.replace(rates, permute=rates.put))]

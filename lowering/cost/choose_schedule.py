@@ -8,18 +8,22 @@ program as it was written, which then runs as in `jax.jit`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
+from jhost.lowering.cost.choose_permutes import kinds_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
 from jhost.lowering.cost.remembering import FollowingPass
-from jhost.lowering.ir.bodies import is_pipelined
+from jhost.lowering.cost.simulate import working
+from jhost.lowering.ir.bodies import is_pipelined, with_each_body
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftToXla
 
 _GAIN = 0.995
 """The time as in `jax.jit` must be below this share of the time in jhost's order."""
+
+_LEAST = 0.99
+"""The share of a program's work that is sure: an order may fuse a little more of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,14 +31,14 @@ class ChooseSchedule:
     """A program with its loops over chunks -> the same in order, or left to XLA.
 
     Attributes:
-        order: the passes that move transfers, and the work beside them.
+        order: the passes that make cycles, and that move transfers beside work.
         leave: the pass that leaves programs between processes to XLA.
         transfers: what says how long a program takes, and whether that decides.
     """
 
     name: ClassVar[str] = "choose_schedule"
 
-    order: Sequence[FollowingPass]
+    order: tuple[FollowingPass, FollowingPass]
     leave: FollowingPass
     transfers: ChooseTransfers
 
@@ -47,6 +51,19 @@ class ChooseSchedule:
         if ordered.body is program.body or fixed or left_to_xla(ordered):
             return ordered
         return self.better(program, ordered)
+
+    def at_least(self, program: Program) -> float:
+        """Seconds that the program takes in whatever order this pass gives it.
+
+        Most of them pass in bodies, which are in order soon.
+        """
+        rates, (cycles, transfers) = self.transfers.rates, self.order
+        assert rates is not None
+        ordered = with_each_body(cycles.apply(program), transfers.apply)
+        for step in self.transfers.units:
+            ordered = step.apply(ordered)
+        least = min(working(ordered, each) for _, each in kinds_of(rates))
+        return min(_LEAST * least, self.transfers.seconds(program))
 
     def better(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""

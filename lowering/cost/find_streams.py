@@ -16,6 +16,7 @@ from typing import ClassVar
 from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.choose_schedule import ChooseSchedule
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
@@ -39,18 +40,23 @@ class FindStreams:
         layouts: the passes that lay out values, up to communications.
         loops: those behind them.  Cycles are not among them: they take longest, and
             move what stands in no loop over chunks.
-        whole: all that the chosen program goes through up to its schedule.
+        whole: all that the chosen program goes through before its schedule.
+        schedule: what chooses the schedule of a program with loops, or without.
         rates: the rates of the devices; None where no stream is to be found.
-        transfers: what says which transfers stand beside work outside of loops.
     """
 
     name: ClassVar[str] = "find_streams"
 
-    layouts: Sequence[FollowingPass] = ()
-    loops: Sequence[FollowingPass] = ()
-    whole: Sequence[FollowingPass] = ()
-    rates: Rates | None = None
-    transfers: ChooseTransfers = dataclasses.field(default_factory=ChooseTransfers)
+    layouts: Sequence[FollowingPass]
+    loops: Sequence[FollowingPass]
+    whole: Sequence[FollowingPass]
+    schedule: ChooseSchedule
+    rates: Rates | None
+
+    @property
+    def transfers(self) -> ChooseTransfers:
+        """What says which transfers stand beside work outside of loops."""
+        return self.schedule.transfers
 
     def apply(self, program: Program) -> Program:
         if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
@@ -85,8 +91,11 @@ class FindStreams:
         without cycles.  Only the whole program says what they gain in the end.
         """
         assert self.rates is not None
-        both = [self.predicted(each, self.rates) for each in (program, chosen)]
-        before, after = (each.total for each in both)
+        after = self.predicted(chosen, self.rates).total
+        # Whatever its order, a program takes most of its time in bodies.
+        if after <= self.schedule.at_least(self.unordered(program)):
+            return chosen
+        before = self.predicted(program, self.rates).total
         if after <= before:
             return chosen
         predicted = ((NOT_PIPELINED, before), ("pipelined", after))
@@ -95,10 +104,17 @@ class FindStreams:
 
     def predicted(self, program: Program, rates: Rates) -> Prediction:
         """What the whole program takes, after all passes up to the schedule."""
-        for step in self.whole:
+        program = self.schedule.apply(self.unordered(program))
+        for step in self.transfers.units:
             program = step.apply(program)
         (_, predicted), *_ = by_permutes(program, rates)
         return predicted
+
+    def unordered(self, program: Program) -> Program:
+        """`program` with its layouts and loops, and no schedule."""
+        for step in self.whole:
+            program = step.apply(program)
+        return program
 
     def laid_out(self, program: Program) -> Program:
         """`program` with its layouts and communications."""

@@ -67,6 +67,15 @@ def predict(
     )
 
 
+def working(program: Program, rates: Rates) -> float:
+    """The seconds for which devices work, with all that happens in bodies.
+
+    The program takes no less, wherever its own transfers are.
+    """
+    tasks = _tasks(program, rates, frozenset(), {})
+    return sum(task.seconds for task in tasks if not task.transfer)
+
+
 @derived_with
 def _tasks(
     program: Program,
