@@ -23,7 +23,7 @@ CUDNN: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 TARGET = Path(__file__).parents[1] / "targets" / "h200.pbtxt"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")  # before what a module compiles once
 def optimized() -> Iterator[None]:
     """All of XLA's passes: what they make of a schedule is what is tested here."""
     before = jax.config.read("jax_disable_most_optimizations")

@@ -14,7 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from tests.aot.on_h200 import MakeH200s
@@ -23,6 +23,7 @@ nnx: Any = pytest.importorskip("flax.nnx")
 layers: Any = pytest.importorskip("jhost.nnx")
 
 EXCHANGE = "ragged-all-to-all"
+TENSOR_CORES = "jhost._jax.computations._has_tensor_cores"
 
 
 def moved(text: str) -> Counter[str]:
@@ -34,10 +35,15 @@ def moved(text: str) -> Counter[str]:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def texts(h200s: MakeH200s) -> tuple[str, str]:
-    """The layer on four, and its gradients by kernels and tokens."""
-    mesh = h200s({"ep": 4})
+    """The layer on four GPUs, and its gradients by kernels and tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TENSOR_CORES, lambda: True)
+        return made(h200s({"ep": 4}))
+
+
+def made(mesh: Mesh) -> tuple[str, str]:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         layer = nnx.eval_shape(
             lambda: layers.MoE(64, 128, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -73,11 +79,11 @@ def test_rows_go_to_their_experts_and_back(texts: tuple[str, str]) -> None:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if they were here, where kernels are for them."""
-    monkeypatch.setattr("jhost._jax.computations._has_tensor_cores", lambda: True)
+    monkeypatch.setattr(TENSOR_CORES, lambda: True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_each_product_of_rows_is_a_kernel(gpus: None, texts: tuple[str, str]) -> None:
+def test_each_product_of_rows_is_a_kernel(texts: tuple[str, str]) -> None:
     """Of up, gate and down; each has two gradients."""
     assert [text.count("__gpu$xla.gpu.triton") for text in texts] == [3, 9]
 

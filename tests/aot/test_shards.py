@@ -47,9 +47,14 @@ def of_layers(f: Any, mesh: Mesh, outs: Any, **how: Any) -> Any:
     return compiled(f, [weight] * LAYERS, [P("fsdp")] * LAYERS, outs, mesh, **how)
 
 
-def test_a_forward_has_its_weights_when_it_gets_there(fsdp: Mesh) -> None:
+@pytest.fixture(scope="module")
+def forward(h200s: MakeH200s) -> Any:
+    return of_layers(written, h200s({"fsdp": DEVICES}), P())
+
+
+def test_a_forward_has_its_weights_when_it_gets_there(forward: Any) -> None:
     """All but the first come beside the matmuls before."""
-    schedule = of_layers(written, fsdp, P()).schedule()
+    schedule = forward.schedule()
     kinds = Counter(each.kind for each in schedule.communications)
     permutes = (LAYERS - 1) * (DEVICES - 1)
     assert kinds["AllGather"] == 1, str(schedule)
@@ -66,11 +71,11 @@ def test_a_backward_sends_its_sums_beside_what_comes_next(fsdp: Mesh) -> None:
     assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
 
 
-def test_no_more_weights_are_whole_than_two(fsdp: Mesh) -> None:
+def test_no_more_weights_are_whole_than_two(fsdp: Mesh, forward: Any) -> None:
     """Of a forward, beside the one that is worked with."""
+    in_place = of_layers(written, fsdp, P(), pipeline="off")
     early, whole = (
-        of_layers(written, fsdp, P(), **how).memory_analysis().temp_size_in_bytes
-        for how in ({}, {"pipeline": "off"})
+        each.memory_analysis().temp_size_in_bytes for each in (forward, in_place)
     )
     assert early < whole + 2.5 * WEIGHT
 

@@ -18,11 +18,6 @@ SUM = 2 * WIDTH * WIDTH
 """Its bytes."""
 
 
-@pytest.fixture
-def dp(h200s: MakeH200s) -> Mesh:
-    return h200s({"dp": 4})
-
-
 def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
     for w in weights:
         x = x + jax.nn.gelu(x @ w)
@@ -41,19 +36,24 @@ def step(mesh: Mesh, **how: Any) -> Any:
     return hosted.lower(*types).compile()
 
 
-def test_they_are_beside_what_is_computed_next(dp: Mesh) -> None:
+@pytest.fixture(scope="module")
+def beside(h200s: MakeH200s) -> Any:
+    return step(h200s({"dp": 4}))
+
+
+def test_they_are_beside_what_is_computed_next(beside: Any) -> None:
     """Two swaps each, but for the first layer's sum, behind which nothing is left."""
-    schedule = step(dp).schedule()
+    schedule = beside.schedule()
     kinds = Counter(each.kind for each in schedule.communications)
     swaps = 2 * (LAYERS - 1)
     assert kinds == {"CollectivePermute": swaps, "AllReduce": 1}, str(schedule)
     assert not exposed(schedule, "CollectivePermute"), schedule
 
 
-def test_few_are_kept_at_a_time(dp: Mesh) -> None:
+def test_few_are_kept_at_a_time(h200s: MakeH200s, beside: Any) -> None:
     """One more than where each is made at once, not one more for each layer."""
+    at_once = step(h200s({"dp": 4}), pipeline="off")
     later, whole = (
-        step(dp, **how).memory_analysis().temp_size_in_bytes
-        for how in ({}, {"pipeline": "off"})
+        each.memory_analysis().temp_size_in_bytes for each in (beside, at_once)
     )
     assert later < whole + 1.5 * SUM
