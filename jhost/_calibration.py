@@ -156,7 +156,7 @@ def _figures(rates: Rates) -> dict[str, str]:
 def _of_link(link: Link) -> dict[str, str]:
     between_two = link.between_two or link.bandwidth
     beside = {"beside matmuls": "yes" if link.beside_compute else "no"}
-    if link.network:
+    if link.network or link.taken:
         beside = {"taken from matmuls beside": f"{link.taken:.0%} of its time"}
     return {
         "bandwidth": f"{link.bandwidth / 1e9:.3g} GB/s",

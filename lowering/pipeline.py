@@ -13,7 +13,7 @@ from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_layouts import ChooseLayouts
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
-from jhost.lowering.cost.choose_schedule import ChooseSchedule
+from jhost.lowering.cost.choose_schedule import ChooseSchedule, WholePrograms
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.leave_to_xla import LeaveToXla
@@ -147,6 +147,7 @@ def passes(
         finding,
         rates=rates if transfers.time_decides else None,
     )
+    whole = WholePrograms((*layouts, *to_loops), schedule)
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
         choice=ChoosePipelines(
@@ -157,6 +158,7 @@ def passes(
                 *of_candidates,
             ),
             settings=settings,
+            whole=whole if transfers.time_decides else None,
             rates=rates,
             device_kind=device_kind,
             tuned=tuned or {},

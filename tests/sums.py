@@ -57,7 +57,7 @@ def moving(
         return
     with (
         mock.patch.multiple(ChooseTransfers, **asked),
-        mock.patch.object(ChooseSchedule, "better", _in_order),
+        mock.patch.object(ChooseSchedule, "best", _in_order),
         mock.patch.object(ChooseCycles, "may_move_work", mock.Mock(return_value=work)),
         mock.patch.object(combine_small, "SMALL", 0),
         nullcontext() if within else nothing_moving(),

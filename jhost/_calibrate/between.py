@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,15 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jhost._calibrate.chains import (
-    ChainCall,
-    beside,
-    chained,
-    communicate,
-    multiply,
-    row,
-    square,
-)
+from jhost._calibrate.chains import ChainCall
 from jhost._calibrate.measure import SIZES, Measuring
 from jhost._progress import Progress
 from jhost.lowering.cost.fit import BetweenProcesses, Transfer
@@ -26,9 +17,6 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.statements import CommunicationKind
 
 _KINDS: Sequence[CommunicationKind] = ("AllGather", "ReduceScatter", "AllReduce")
-
-_MOST = 16
-"""Matmuls beside a collective: no more, however slow the network is."""
 
 
 class MeasuringBetween(Measuring):
@@ -54,29 +42,6 @@ class MeasuringBetween(Measuring):
         for kind in _KINDS:
             for size in SIZES:
                 yield self.move(self.mesh, kind, self.size(size, self.mesh.size))
-
-    def taken(self, moved: Sequence[Transfer]) -> float:
-        """How much longer matmuls take with a gather beside, as a share of its time.
-
-        There are enough of them to hide the gather, if anything can.
-        """
-        self.bar.step("a gather beside matmuls")
-        gather = max((m for m in moved if m.kind == "AllGather"), key=lambda m: m.held)
-        w = square(self.mesh, self.side() // 2)
-        each = self.cost(self.mesh, chained(multiply), [w, w]).seconds
-        count = self.agreed(min(_MOST, 1 + math.ceil(gather.seconds / each)))
-
-        def work(x: jax.Array, w: jax.Array) -> jax.Array:
-            for _ in range(count):
-                x = multiply(x, w)
-            return x
-
-        step, x = communicate("AllGather", self.mesh.size), row(self.mesh, gather.held)
-        alone = self.cost(self.mesh, chained(work), [w, w]).seconds
-        both = self.cost(self.mesh, beside(step, work), [x, w, w]).seconds
-        # What the matmuls are too short to hide is not taken from them.
-        left = max(0.0, gather.seconds - alone)
-        return min(1.0, max(0.0, (both - alone - left) / gather.seconds))
 
     def count(self, calls: Mapping[str, ChainCall], longest: float) -> int:
         # Else one process would wait for ever for calls that another does not make.

@@ -74,6 +74,9 @@ _AMONG_ALL: Sequence[CommunicationKind] = (
 
 _IN_PAIRS: Sequence[CommunicationKind] = ("AllGather", "ReduceScatter")
 
+_MOST = 16
+"""Matmuls beside a collective: no more, however slow the network is."""
+
 _ROUNDS = 7
 
 
@@ -111,19 +114,21 @@ class Measuring:
     def steps(self) -> int:
         """How many steps the bar has."""
         moves = sum(len(kinds) for kinds, _ in self.groups()) + self.can_put
-        return len(_SHAPES) + 2 + moves * len(SIZES) + self.may_hide()
+        return len(_SHAPES) + 2 + moves * len(SIZES) + 2 * self.may_hide()
 
     def run(self, bar: Progress) -> Measurements:
         self.bar = bar
         kernel = self.kernel()
+        moved = tuple(self.moved())
         return Measurements(
             multiprocessors=multiprocessors(self.devices[0], self.start),
             matmuls=tuple(self.matmuls()),
             traffic=tuple(self.traffic()),
             launch=kernel.seconds,
             host=kernel.host,
-            moved=tuple(self.moved()),
+            moved=moved,
             hidden=self.hidden() if self.may_hide() else None,
+            taken=self.taken(moved) if self.may_hide() else None,
             puts=tuple(self.puts()),
         )
 
@@ -242,6 +247,35 @@ class Measuring:
         # 1 if the shorter one costs nothing beside the longer one, 0 if they take
         # turns.
         return (work + moves - both) / min(work, moves)
+
+    def taken(self, moved: Sequence[Transfer]) -> float:
+        """How much longer matmuls take with a gather beside, as a share of its time.
+
+        There are enough of them to hide the gather, if anything can.
+        """
+        self.bar.step("a gather beside matmuls")
+        among = (m for m in moved if m.devices == self.mesh.size)
+        gathers = (m for m in among if m.kind == "AllGather")
+        gather = max(gathers, key=lambda m: m.held)
+        w = square(self.mesh, self.side() // 2)
+        each = self.cost(self.mesh, chained(multiply), [w, w]).seconds
+        count = self.agreed(min(_MOST, 1 + math.ceil(gather.seconds / each)))
+
+        def work(x: jax.Array, w: jax.Array) -> jax.Array:
+            for _ in range(count):
+                x = multiply(x, w)
+            return x
+
+        step, x = communicate("AllGather", self.mesh.size), row(self.mesh, gather.held)
+        alone = self.cost(self.mesh, chained(work), [w, w]).seconds
+        both = self.cost(self.mesh, beside(step, work), [x, w, w]).seconds
+        # What the matmuls are too short to hide is not taken from them.
+        left = max(0.0, gather.seconds - alone)
+        return min(1.0, max(0.0, (both - alone - left) / gather.seconds))
+
+    def agreed(self, count: int) -> int:
+        """The same count wherever this is measured."""
+        return count
 
     # --- Time ----------------------------------------------------------------- #
 

@@ -229,7 +229,8 @@ def _trace_late(
     if config.compared:
         compare(program, config)
     # XLA's own way needs no options: the program is the one of an outer `jax.jit`.
-    if config.embedded and not left_to_xla(program):
+    partitioned = left_to_xla(program)
+    if config.embedded and (partitioned is None or partitioned.early):
         options = executable_options(program, config) or {}
         warn_of_missed_options(config.name, config.mesh, options)
     return emitted(program, config, call_jaxpr)(*args)

@@ -43,6 +43,11 @@ _SUMS: Mapping[SumsPosition, str] = {
 }
 """Where sums stand that no loop adds up in chunks."""
 
+_UNKNOWN = Prediction(
+    total=math.nan, compute=math.nan, communication=math.nan, host=math.nan
+)
+"""What is predicted where no rates are known."""
+
 _COUNTS = (4, 2, 8)
 """Chunk counts of a collective pipeline, the default first."""
 
@@ -56,6 +61,7 @@ class Outcome:
         text: what messages call it.
         seconds: how long the program takes; NaN where the devices' rates are unknown.
         compute: the seconds of its computations alone; NaN likewise.
+        moving: the seconds of its transfers alone; NaN likewise.
         host_share: the share of `seconds` for which launches keep the host busy.
         program: the lowered program.
     """
@@ -64,6 +70,7 @@ class Outcome:
     text: str
     seconds: float
     compute: float
+    moving: float
     host_share: float
     program: Program
 
@@ -121,6 +128,16 @@ class Evaluation:
             if outcome.seconds < self.gain * chosen.seconds:
                 chosen = outcome
         return chosen
+
+    def may_lose_early(self) -> bool:
+        """Whether all candidates may lose to no loop with collectives begun early.
+
+        What those hide, they take from the work beside them in part.
+        """
+        best = min((each.seconds for each in self.outcomes), default=0.0)
+        taken = self.known.collective.taken
+        plain = [each for each in self.outcomes if each.mark.unpipelined]
+        return any(best > each.compute + taken * each.moving for each in plain)
 
     @property
     def gain(self) -> float:
@@ -244,11 +261,18 @@ class Evaluation:
             self.refusals.append(left_out_text(text, why_not))
             return None
         if self.rates is None:
-            return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
-        predicted = self.predicted(program, self.rates)
-        total, compute = predicted.total, predicted.compute
-        host_share = predicted.host / max(total, 1e-12)
-        return Outcome(candidate, text, total, compute, host_share, program)
+            predicted = _UNKNOWN
+        else:
+            predicted = self.predicted(program, self.rates)
+        return Outcome(
+            mark=candidate,
+            text=text,
+            seconds=predicted.total,
+            compute=predicted.compute,
+            moving=predicted.communication,
+            host_share=predicted.host / max(predicted.total, 1e-12),
+            program=program,
+        )
 
     def predicted(self, program: Program, rates: Rates) -> Prediction:
         """The prediction of a program, which may be known from an equal one."""

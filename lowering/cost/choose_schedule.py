@@ -2,12 +2,14 @@
 
 Scans become cycles, and transfers outside of loops get their form and their place.
 Each of these is weighed by itself.  In the end the whole program is weighed against the
-program as it was written, which then runs as in `jax.jit`.
+program as it was written.  That runs as in `jax.jit`: with XLA's own options, or with
+those that begin collectives early.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_permutes import kinds_of
@@ -15,9 +17,10 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.simulate import working
-from jhost.lowering.ir.bodies import is_pipelined, with_each_body
+from jhost.lowering.ir.bodies import is_pipelined, statements, with_each_body
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftToXla
+from jhost.lowering.ir.statements import Communicate
 
 _GAIN = 0.995
 """The time as in `jax.jit` must be below this share of the time in jhost's order."""
@@ -48,9 +51,10 @@ class ChooseSchedule:
             ordered = step.apply(ordered)
         # Loops over chunks have gained over no loop already, or were asked for.
         fixed = is_pipelined(program) or has_own_kernels(program)
-        if ordered.body is program.body or fixed or left_to_xla(ordered):
+        moves = any(isinstance(stmt, Communicate) for stmt in statements(program))
+        if fixed or not moves or left_to_xla(ordered):
             return ordered
-        return self.better(program, ordered)
+        return self.best(program, ordered) if self.transfers.time_decides else ordered
 
     def at_least(self, program: Program) -> float:
         """Seconds that the program takes in whatever order this pass gives it.
@@ -65,12 +69,50 @@ class ChooseSchedule:
         least = min(working(ordered, each) for _, each in kinds_of(rates))
         return min(_LEAST * least, self.transfers.seconds(program))
 
-    def better(self, program: Program, ordered: Program) -> Program:
+    def best(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
-        if not self.transfers.time_decides:
-            return ordered
-        written, in_order = map(self.transfers.seconds, (program, ordered))
-        if written >= _GAIN * in_order:
-            return ordered
-        report = LeftToXla(axes=(), early=False, predicted=(written, in_order))
-        return dataclasses.replace(program, remarks=(*program.remarks, report))
+        best = ordered
+        seconds = in_order = self.transfers.seconds(ordered)
+        for early in (False, True) if self.transfers.may_begin_early else (False,):
+            written = self.seconds(program, early)
+            if written < _GAIN * seconds:
+                predicted = written, in_order
+                left = LeftToXla(axes=(), early=early, predicted=predicted)
+                best, seconds = _remarked(program, left), written
+        return best
+
+    def seconds(self, program: Program, early: bool) -> float:
+        """How long a program takes that XLA partitions."""
+        left = LeftToXla(axes=(), early=early)
+        return self.transfers.seconds(_remarked(program, left))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholePrograms:
+    """What says how long whole programs take, by all passes up to their schedule.
+
+    Attributes:
+        loops: the passes up to loops over chunks.
+        schedule: the pass behind them.
+    """
+
+    loops: Sequence[FollowingPass]
+    schedule: ChooseSchedule
+
+    def in_order(self, program: Program) -> float:
+        """The seconds of a program as jhost schedules it."""
+        scheduled = self.schedule.apply(self.with_loops(program))
+        return self.schedule.transfers.seconds(scheduled)
+
+    def early(self, program: Program) -> float:
+        """The seconds as in `jax.jit`, with options that begin collectives early."""
+        return self.schedule.seconds(self.with_loops(program), early=True)
+
+    def with_loops(self, program: Program) -> Program:
+        for step in self.loops:
+            program = step.apply(program)
+        return program
+
+
+def _remarked(program: Program, report: LeftToXla) -> Program:
+    return dataclasses.replace(program, remarks=(*program.remarks, report))

@@ -103,6 +103,11 @@ class ChooseTransfers(EachProgram):
         """Whether the predicted time decides between whole programs."""
         return self.rates is not None and self.pipeline == "auto" and not self.between
 
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether XLA has options that hide collectives on such devices."""
+        return self.rates is not None and self.rates.overlaps
+
     def of_candidates(self) -> ChooseTransfers:
         """The pass for candidates of pipelines, which decides once for a transfer.
 

@@ -113,6 +113,8 @@ class Measurements:
             is one device.
         hidden: the share of a permute's time that matmuls beside it hide; None where
             matmuls hide nothing.
+        taken: how much longer matmuls beside a collective take, as a share of its time;
+            None where that was not measured.
         puts: permutes by size that NCCL puts; empty where it cannot.
         between: the measurements between processes; None in a job of one process.
     """
@@ -124,6 +126,7 @@ class Measurements:
     host: float
     moved: tuple[Transfer, ...] = ()
     hidden: float | None = None
+    taken: float | None = None
     puts: tuple[Transfer, ...] = ()
     between: BetweenProcesses | None = None
 
@@ -153,7 +156,7 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
         rates,
         permute=permute,
         put=_put(measured.puts, start.put, permute),
-        collective=_collective(collectives, start.collective),
+        collective=_collective(collectives, measured.taken, start.collective),
         estimated=False,
     )
 
@@ -198,7 +201,7 @@ def _put(moved: Sequence[Transfer], start: Link | None, permute: Link) -> Link |
     return dataclasses.replace(put, beside_compute=permute.beside_compute)
 
 
-def _collective(moved: Sequence[Transfer], start: Link) -> Link:
+def _collective(moved: Sequence[Transfer], taken: float | None, start: Link) -> Link:
     """The link of collectives; two devices gather and scatter at a rate of their own.
 
     That rate counts only if it is less: between two H100s NCCL gathers at 203 GB/s, and
@@ -214,6 +217,7 @@ def _collective(moved: Sequence[Transfer], start: Link) -> Link:
         bandwidth=bandwidth,
         between_two=between_two if between_two < bandwidth else None,
         host=statistics.median(m.host for m in moved),
+        taken=start.taken if taken is None else taken,
     )
 
 

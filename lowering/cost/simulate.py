@@ -9,9 +9,10 @@ program takes as long as its devices or its launches, whichever is more.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Container, Iterable, Mapping, Sequence, Set as AbstractSet
 from functools import partial
 
+from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.tasks import Task, unrolled
 from jhost.lowering.ir.derived import derived_with
@@ -19,7 +20,6 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction
 
 
-@derived_with
 def predict(
     program: Program,
     rates: Rates,
@@ -27,6 +27,7 @@ def predict(
     in_pieces: AbstractSet[str] = frozenset(),
     carried: Mapping[str, str] | None = None,
     followed: bool = False,
+    early: bool = False,
 ) -> Prediction:
     """How long `program` takes on devices of those rates.
 
@@ -40,15 +41,32 @@ def predict(
             the row adds to the first.
         followed: whether other work follows.  Transfers between processes that nothing
             in the program reads are then not waited for.
+        early: whether XLA has options to begin collectives early.  It has them for a
+            program with a remark that says so, too.
 
     Returns:
         The seconds of the program, and of its parts.
     """
+    left = left_to_xla(program)
+    early = early or (left is not None and left.early)
+    return _predicted(program, rates, in_pieces, carried or {}, followed, early)
+
+
+# What is derived may hold for programs with other remarks, so it asks for none.
+@derived_with
+def _predicted(
+    program: Program,
+    rates: Rates,
+    in_pieces: AbstractSet[str],
+    carried: Mapping[str, str],
+    followed: bool,
+    early: bool,
+) -> Prediction:
     # In a body, collectives that cannot run beside matmuls run beside nothing: XLA does
-    # not move them far enough.  Six layers of Llama 8B in a scan, forward and backward
-    # without pipelines, took 84.3 ms on two H200s, and the sum of computations and
-    # collectives is 83.9 ms.
-    tasks = _tasks(program, rates, in_pieces, carried or {})
+    # not move them far enough by itself.  Six layers of Llama 8B in a scan, forward and
+    # backward without pipelines, took 84.3 ms on two H200s, and the sum of computations
+    # and collectives is 83.9 ms.
+    tasks = _tasks(program, rates, in_pieces, carried, early)
     total = _total(tasks, followed)
     if carried:
         tasks = tasks[: len(tasks) // 2]
@@ -72,7 +90,7 @@ def working(program: Program, rates: Rates) -> float:
 
     The program takes no less, wherever its own transfers are.
     """
-    tasks = _tasks(program, rates, frozenset(), {})
+    tasks = _tasks(program, rates, frozenset(), {}, early=False)
     return sum(task.seconds for task in tasks if not task.transfer)
 
 
@@ -82,15 +100,19 @@ def _tasks(
     rates: Rates,
     in_pieces: AbstractSet[str],
     carried: Mapping[str, str],
+    early: bool,
 ) -> Sequence[Task]:
     """The tasks of a program, which is timed with other work behind it and without."""
-    inside = partial(predict, rates=rates)
-    return unrolled(program, rates, inside, in_pieces=in_pieces, carried=carried)
+    rates = rates.by_kernels if early else rates
+    inside = partial(predict, rates=rates, early=early)
+    return unrolled(
+        program, rates, inside, in_pieces=in_pieces, carried=carried, early=early
+    )
 
 
 def seconds_in_bodies(program: Program, rates: Rates) -> float:
     """How long the bodies of a program's control flow take, of all its time."""
-    tasks = _tasks(program, rates, frozenset(), {})
+    tasks = _tasks(program, rates, frozenset(), {}, early=False)
     return sum(task.seconds for task in tasks if task.inside is not None)
 
 
@@ -250,16 +272,14 @@ class _Clock:
         free = max(free, self.kernels) if task.exclusive else free
         start = max(free, ready + task.delay)
         end = start + task.seconds
-        issued = None if task.transfer else self.next_unordered(start)
+        waiting = [] if task.transfer else self.ready_unordered()
         self.ends[number] = end
         if task.transfer:
             self.moving[task.network] = max(moving, end)
             self.kernels = self.kernels if task.copied else end
         if not beside:
             self.computing = end
-        if issued is not None:
-            self.move(issued, self.start_beside(issued, task, start))
-            self.computing += self.tasks[issued].taken
+        self.issue_beside(waiting, task, start)
 
     # --- Transfers that XLA orders -------------------------------------------- #
 
@@ -302,12 +322,17 @@ class _Clock:
         only_moved = all(each.transfer or not each.seconds for each in read)
         return only_moved and self.readers[number] == len(self.tasks)
 
-    def next_unordered(self, moment: float) -> int | None:
-        """The transfer that XLA issues together with a kernel which starts then."""
-        if self.under_way > moment:
-            return None
-        ready = (n for n in self.unordered if self.ends.keys() >= self.tasks[n].after)
-        return next(ready, None)
+    def ready_unordered(self) -> list[int]:
+        """The transfers that XLA may issue together with the next kernel."""
+        left = (n for n in self.unordered if n not in self.ends)
+        return [n for n in left if self.ends.keys() >= self.tasks[n].after]
+
+    def issue_beside(self, ready: Iterable[int], kernel: Task, start: float) -> None:
+        """Issue those of some transfers that XLA issues together with a kernel."""
+        for number in ready:
+            if self.tasks[number].early or self.under_way <= start:
+                self.move(number, self.start_beside(number, kernel, start))
+                self.computing += self.tasks[number].taken
 
     def start_beside(self, number: int, kernel: Task, start: float) -> float:
         """The moment at which a transfer starts that is issued together with a kernel.

@@ -23,7 +23,7 @@ from jhost.lowering.cost.kernels import (
     kernels,
     steps_for,
 )
-from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.rates import Link, Rates
 from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
@@ -55,6 +55,7 @@ class Task:
         between: whether they move between processes.
         exclusive: whether nothing computes beside this transfer.
         unordered: whether XLA decides when this transfer starts.
+        early: whether it may then start while another is under way.
         taken: how many seconds longer the work beside it takes.
         copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
             in its place, when the array is read; None is no copy.
@@ -74,6 +75,7 @@ class Task:
     between: bool = False
     exclusive: bool = False
     unordered: bool = False
+    early: bool = False
     taken: float = 0.0
     copy: Literal["cut", "put"] | None = None
     inside: Prediction | None = None
@@ -94,9 +96,9 @@ XLA decides when the rest runs.  Measured on two H100s:
 _TAKEN: Mapping[ir.CommunicationKind, float] = {"ReduceScatter": 0.6}
 """How much longer the work beside a collective takes, as a share of its time.
 
-NCCL's kernels take multiprocessors and memory from the work beside them.  Options that
-hid 8 ms of gathers and scatters on two H100s made the work of a step 4 ms longer, and
-options that hid all-reduces on four H200s gained 0.5 ms of 102.
+It holds where XLA has one collective under way, beside work that it picks.  With
+options to begin all of them early it is the link's `taken`.  NCCL's kernels take
+multiprocessors and memory from the work beside them.
 """
 
 Predict: TypeAlias = Callable[[Program], Prediction]
@@ -110,13 +112,15 @@ def unrolled(
     *,
     in_pieces: AbstractSet[str] = frozenset(),
     carried: Mapping[str, str] | None = None,
+    early: bool = False,
 ) -> list[Task]:
     """The tasks of a program, in its order; a body of control flow is one task.
 
     With `carried` params, the program runs twice, and the second run reads its params
-    from results of the first.
+    from results of the first.  XLA has options to begin its collectives `early`, in
+    bodies too.
     """
-    walk = _Unrolled(program, rates, predict, in_pieces, carried or {})
+    walk = _Unrolled(program, rates, predict, in_pieces, carried or {}, early)
     walk.run(program.body)
     if carried:
         walk.writers.carry(carried)
@@ -134,8 +138,10 @@ class _Unrolled(Machine):
         predict: Predict,
         in_pieces: AbstractSet[str],
         carried: Mapping[str, str],
+        early: bool,
     ) -> None:
         super().__init__(program.mesh.shape)
+        self.early = early
         self.in_body = program.is_body
         self.predict = predict
         self.rates = rates
@@ -315,7 +321,8 @@ class _Unrolled(Machine):
         seconds = link.seconds(kind, received, devices)
         # A stream outside of loops has transfers that jhost issued early.
         ordered = self.depth == 0 and not self.on_default_stream
-        share = 0.0 if link.beside_compute or ordered else self.exclusive_share(kind)
+        beside = link.beside_compute or ordered or self.early
+        share = 0.0 if beside else self.exclusive_share(kind)
         if 0 < share < 1:
             first = Task(
                 seconds=share * seconds,
@@ -341,7 +348,8 @@ class _Unrolled(Machine):
             between=bool(between_processes(axes, self.rates.reach)),
             exclusive=share == 1,
             unordered=share < 1 and not (link.beside_compute or ordered),
-            taken=_TAKEN.get(kind, 0.0) * seconds,
+            early=self.early,
+            taken=self.taken(kind, link) * seconds,
             name=stmt.name,
         )
         self.add(task, [stmt.out])
@@ -350,6 +358,9 @@ class _Unrolled(Machine):
         """The share of a collective here beside which nothing runs."""
         # In a body XLA does not move collectives far enough.
         return 1.0 if self.in_body or self.depth else _EXCLUSIVE.get(kind, 0.0)
+
+    def taken(self, kind: ir.CommunicationKind, link: Link) -> float:
+        return link.taken if self.early else _TAKEN.get(kind, 0.0)
 
     def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
         self.writers.write(outs, len(self.tasks))

@@ -244,8 +244,9 @@ class LeftToXla:
     """That XLA partitions the whole program, as in `jax.jit`.
 
     It moves data along `axes` between processes, and nothing in it is pipelined.
-    Collectives begin `early` if there is work for most of them to stand beside.  Within
-    a process `predicted` has its seconds, and those in jhost's order.
+    Collectives begin `early` if there is work for most of them to stand beside, or
+    within a process if that is predicted to gain.  There `predicted` has the seconds of
+    the program, and those in jhost's order.
     """
 
     axes: tuple[str, ...]
@@ -256,6 +257,7 @@ class LeftToXla:
         said = (
             "XLA partitions this program and orders its communications, as in jax.jit"
         )
+        said += " with options that begin collectives early" * self.early
         if self.predicted is not None:
             written, in_order = map(seconds_text, self.predicted)
             return (

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
-from jhost.runtime.compiler_options import BETWEEN_PROCESSES, overlap_options
+from jhost.runtime.compiler_options import EARLY_COLLECTIVES, overlap_options
 from jhost.runtime.profile.schedule import ScheduledCommunication, parse_schedule
 from tests.aot.on_h200 import MakeH200s
 
@@ -213,7 +213,7 @@ def test_what_is_not_to_be_ordered_is_as_jax_jit_has_it(
     types = masters, jax.ShapeDtypeStruct((32768, WIDTH), jnp.bfloat16)
     left = jhost.jit(jax.grad(layers), pipeline="off", **how).lower(*types).compile()
     assert "XLA partitions this program" in str(left.explain())
-    plain = jax.jit(jax.grad(layers), compiler_options=dict(BETWEEN_PROCESSES), **how)
+    plain = jax.jit(jax.grad(layers), compiler_options=dict(EARLY_COLLECTIVES), **how)
     text = plain.lower(*types).compile().as_text() or ""
     told = [
         [(c.kind, c.bytes, c.matmuls) for c in each.communications]

@@ -138,7 +138,7 @@ def test_copies_within_a_process_and_symmetric_buffers_between_several(
         found = compiler_options.wanted_options(mesh, under_way=under_way)
         assert found[many] == (limit if processes == 1 else 16)
     left = compiler_options.wanted_options(mesh, left_to_xla=True)
-    assert left == compiler_options.BETWEEN_PROCESSES
+    assert left == compiler_options.EARLY_COLLECTIVES
     if processes == 1:
         put = compiler_options.wanted_options(mesh, permuted=permuted, puts=True)
         assert put == wanted | PUTS

@@ -17,7 +17,7 @@ import jhost
 from benchmarks.step.whole import hand
 from benchmarks.step.whole.model import Layers, specs_of_state, train_step
 from benchmarks.step.whole.sizes import Case
-from jhost.runtime.compiler_options import BETWEEN_PROCESSES
+from jhost.runtime.compiler_options import EARLY_COLLECTIVES
 
 Mark: TypeAlias = Callable[[jax.Array], jax.Array]
 
@@ -186,9 +186,9 @@ _MAXTEXT: Mapping[str, Any] = {
 
 ARMS: Mapping[str, Arm] = {
     "jit": Arm(jitted),
-    "tuned": Arm(jitted, BETWEEN_PROCESSES),
+    "tuned": Arm(jitted, EARLY_COLLECTIVES),
     "maxtext": Arm(jitted, _MAXTEXT),
-    "hand": Arm(by_hand, BETWEEN_PROCESSES),
+    "hand": Arm(by_hand, EARLY_COLLECTIVES),
     "jhost": Arm(hosted("auto")),
     "unfound": Arm(hosted("auto", finds=False)),
     "p2p": Arm(hosted("p2p")),

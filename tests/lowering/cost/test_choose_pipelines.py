@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost import errors
 from jhost.lowering.cost import choose_permutes
+from jhost.lowering.cost.choose_schedule import WholePrograms
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import adds_up, all_marks
@@ -87,6 +89,32 @@ def test_a_large_block_sends_each_chunk_straight_to_the_device_that_wants_it() -
     shifts = [s.shift for s in loop.body if isinstance(s, Communicate) and s.shift]
     far = [[evaluate(shift, step) for step in steps] for shift in shifts]
     assert far == [[3, 2, 1], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("taken", "seconds", "pipeline"),
+    [(0.8, [], "p2p"), (0.0, [None], "p2p"), (0.0, [1e-6], "off")],
+)
+def test_no_loop_is_weighed_as_xla_has_it_with_its_options(
+    taken: float, seconds: list[float | None], pipeline: str
+) -> None:
+    """But only where the options could win, by what collectives take from matmuls."""
+    left, early = iter(seconds), WholePrograms.early
+
+    def predicted(self: WholePrograms, program: Program) -> float:
+        said = next(left)  # raises if nobody was to ask
+        return early(self, program) if said is None else said
+
+    assert H200 is not None
+    rates = dataclasses.replace(
+        H200, collective=dataclasses.replace(H200.collective, taken=taken)
+    )
+    with mock.patch.object(WholePrograms, "early", predicted):
+        found = report(lowered(mlp(), *sizes(8192), rates=rates))
+    assert not [*left]
+    assert found.pipeline == pipeline
+    if pipeline == "off":
+        assert found.reason.startswith("not pipelined, predicted to take 1 us")
 
 
 def experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:

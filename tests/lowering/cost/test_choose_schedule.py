@@ -15,10 +15,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost._call.execute import loops_of
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.cost.rates import Rates, rates_of
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import is_pipelined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftToXla
@@ -35,20 +37,24 @@ def gradients(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
     return jax.grad(loss, (0, 1))(w, v)
 
 
-def lowered(rates: Rates | None, **how: Any) -> Program:
-    shape = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+def lowered(rates: Rates | None, dp: int = 2, **how: Any) -> Program:
+    shape = jax.ShapeDtypeStruct((4096 * dp, 4096), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     sequence = passes(settings=StreamDefaults(**how), streams=4, rates=rates).all
-    return run_passes(built(gradients, shape, square, square, dp=2), sequence)
+    return run_passes(built(gradients, shape, square, square, dp=dp), sequence)
 
 
 H200 = rates_of("NVIDIA H200")
 
 
-def slow() -> Rates:
-    """The rates of H200s whose permutes are slow."""
+def slow(taken: float = 0.8) -> Rates:
+    """The rates of H200s whose permutes are slow; collectives take so much."""
     assert H200 is not None
-    return dataclasses.replace(H200, permute=H200.permute.times(0.01))
+    return dataclasses.replace(
+        H200,
+        permute=H200.permute.times(0.01),
+        collective=dataclasses.replace(H200.collective, taken=taken),
+    )
 
 
 def test_what_gains_in_order_is_not_left() -> None:
@@ -57,18 +63,44 @@ def test_what_gains_in_order_is_not_left() -> None:
     assert left_to_xla(program) is None
 
 
-def test_an_order_that_loses_in_the_whole_program_is_left() -> None:
-    """As where each of several decisions gains, and all together lose."""
+@pytest.mark.parametrize(("taken", "early"), [(0.8, True), (2.0, False)])
+def test_an_order_that_loses_in_the_whole_program_is_left(
+    taken: float, early: bool
+) -> None:
+    """As where each of several decisions gains, and all together lose.
+
+    XLA has options to begin collectives early, unless these would take too much.
+    """
     with mock.patch.object(ChooseTransfers, "gains", return_value=True):
-        program = lowered(slow(), finds=False)
+        program = lowered(slow(taken), finds=False)
     report = left_to_xla(program)
     assert report is not None
     assert report.predicted is not None
     written, ordered = report.predicted
     assert written < ordered
     assert not is_pipelined(program)
-    assert "as in jax.jit: predicted to take" in str(report)
+    assert report.early == early
+    with_options = " with options that begin collectives early" * early
+    assert f"as in jax.jit{with_options}: predicted to take" in str(report)
     assert str(program) == str(lowered(slow(), pipeline="off"))
+
+
+def test_what_xla_hides_with_its_options_is_left_to_it_with_these() -> None:
+    """Over three devices sums are no permutes, and jhost puts them beside nothing."""
+    program = lowered(H200, dp=3)
+    report = left_to_xla(program)
+    assert report is not None
+    assert report.early
+    assert report.predicted is not None
+    early, ordered = report.predicted
+    assert H200 is not None
+    assert early == predict(program, H200).total < ordered
+    assert "with options that begin collectives early: predicted" in str(report)
+    assert loops_of(program) == {"left_to_xla": True}
+
+
+def test_on_cpus_no_options_are_weighed() -> None:
+    assert left_to_xla(lowered(rates_of("cpu"), dp=3)) is None
 
 
 def test_an_order_that_was_asked_for_is_kept() -> None:

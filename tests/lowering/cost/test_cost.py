@@ -308,6 +308,10 @@ def moved(seconds: float, *after: int) -> Task:
     return dataclasses.replace(work(seconds, *after), transfer=True, unordered=True)
 
 
+def early(seconds: float, *after: int, taken: float = 0.0) -> Task:
+    return dataclasses.replace(moved(seconds, *after), early=True, taken=taken)
+
+
 def end_of(*tasks: Task) -> float:
     return max(ends_of(tasks).values())
 
@@ -349,13 +353,25 @@ def test_nothing_is_computed_while_the_first_kernel_waits_for_its_operand() -> N
     assert end_of(moved(10), work(20, 0)) == 10 + 20
 
 
+def test_with_options_all_begin_and_take_from_what_runs_beside_them() -> None:
+    """They take turns in the order in which they are read."""
+    tasks = early(10, taken=2), early(10, taken=2), work(20, 1), work(25, 0, 2)
+    ends = ends_of(tasks)
+    assert ends[1] == 10, "the first kernel waits for it"
+    assert ends[2] == 10 + 20
+    # The other one begins behind the kernel that it was issued with, and hides no more.
+    assert ends[0] == 10 + 20 + 10
+    assert end_of(*tasks) == 10 + 20 + 10 + 25
+    assert end_of(early(10, taken=2), work(20), work(15), work(5, 0)) == 42
+
+
 @given(st.data())
 def test_no_task_ends_before_what_it_waits_for(data: Any) -> None:
     """And the whole takes at least as long as its kernels, at most as all tasks."""
     tasks = list[Task]()
     for number in range(data.draw(st.integers(1, 12))):
         before = st.sets(st.integers(0, number - 1)) if number else st.just(set[int]())
-        make = data.draw(st.sampled_from([work, moved]))
+        make = data.draw(st.sampled_from([work, moved, early]))
         seconds = data.draw(st.integers(0, 9))
         tasks.append(make(seconds, *data.draw(before)))
     ends = ends_of(tasks)
@@ -446,7 +462,7 @@ def test_control_flow_and_accumulators_are_simulated() -> None:
     assert predicted.total == predicted.compute + predicted.communication
 
 
-def test_in_a_body_collectives_run_beside_nothing() -> None:
+def test_in_a_body_collectives_run_beside_nothing_by_default() -> None:
     """What the gather could run beside is a matmul that does not need it."""
 
     def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -465,3 +481,5 @@ def test_in_a_body_collectives_run_beside_nothing() -> None:
     assert once.total < once.compute + once.communication
     often = predict(lowered(scanned, (8, 4), (4, 6), tp=2), RATES)
     assert often.total == 5 * (once.compute + once.communication)
+    early = predict(lowered(scanned, (8, 4), (4, 6), tp=2), RATES, early=True)
+    assert early.total == 5 * once.total, "XLA has options to move them"
