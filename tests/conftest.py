@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="how many variants of each test to try (0: all; default: 3 in a run of "
+        help="how many variants of each test to try (0: all; default: 2 in a run of "
         "all tests, and all of a file or a folder that is named)",
     )
     group.addoption(
@@ -121,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.variants is None:
         all_tests = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        config.option.variants = 3 if all_tests else 0
+        config.option.variants = 2 if all_tests else 0
     # A worker of pytest-xdist is always told what to run.
     given: Any = getattr(config, "workerinput", {})
     config.option.variants = given.get("variants", config.option.variants)
