@@ -43,6 +43,9 @@ from jhost.lowering.rules.windows import (
 MOST_PIECES = 32
 """The most operands of a concatenation, or copies in a tiling, that are joined."""
 
+_FEW = 16
+"""With fewer elements than this far apart, some devices may have none."""
+
 
 def _one_operand(
     eqn: JaxprEqn, reads: dict[int, WindowReads], others: Sequence[Any] = ()
@@ -97,7 +100,10 @@ def _is_small(eqn: JaxprEqn, dim: int) -> bool:
     whole on every device.
     """
     size, left = (shape_of(v)[dim] for v in (eqn.invars[0], eqn.outvars[0]))
-    little = left == 1 or 8 * left <= size
+    strides = eqn.params["strides"]
+    # Elements far apart lie on all devices: each has its own, unless there are few.
+    apart = strides is not None and 8 * strides[dim] * left > size
+    little = left == 1 or (8 * left <= size and (left < _FEW or not apart))
     return little and can_be_summed(aval_of(eqn.invars[0]).dtype)
 
 
