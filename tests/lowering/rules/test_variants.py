@@ -219,6 +219,19 @@ def test_a_reshape_of_nothing_has_no_factors() -> None:
     assert _rule(lambda x: lax.reshape(x, (0, 5)), np.ones((2, 0))).sizes == ()
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_stride_means_the_same_in_each_part(rows: int, check_rule: CheckRule) -> None:
+    """Of one row it skips none, and that row is padded as well as others."""
+
+    def every_other(x: jax.Array) -> jax.Array:
+        return lax.slice(x, (0, 1), (rows, 2), (2, 3)) + x[::-2, :1]
+
+    x = integers(rows, 3)
+    check_rule(every_other, x)
+    settings = tp(4, P(), P())
+    exact(lambda x: every_other(jhost.shard(x, P("tp"))), x, **settings)
+
+
 # --- Indices ------------------------------------------------------------------- #
 
 
