@@ -94,7 +94,7 @@ def slice(eqn: JaxprEqn) -> DimRule:
 
 
 def _strides(eqn: JaxprEqn, cut: Sequence[int]) -> list[int]:
-    """The strides of dims that get shorter; of others 1, also where there is one row."""
+    """The strides of dims that get shorter.  Where one row is all, a stride is 1."""
     strides = eqn.params["strides"] or (1,) * len(eqn.params["start_indices"])
     return [stride if dim in cut else 1 for dim, stride in enumerate(strides)]
 
