@@ -18,7 +18,7 @@ import jhost
 from jhost.lowering.rules.dim_rule import DimRule, FactorDim
 from jhost.lowering.rules.table import rule_of
 from tests.lowering.hand_built import integers
-from tests.lowering.on_mesh import exact, tp
+from tests.lowering.on_mesh import exact, on, tp
 from tests.lowering.traced import work
 
 CheckRule: TypeAlias = Callable[..., set[str]]
@@ -228,12 +228,12 @@ def test_a_stride_means_the_same_in_each_part(rows: int, check_rule: CheckRule) 
 
     x = integers(rows, 6)
     check_rule(every_other, x)
-    settings = tp(4, P(), P())
 
     def sharded(x: jax.Array) -> jax.Array:
-        return jhost.shard(every_other(jhost.shard(x, P("tp"))), P("tp"))
+        made = every_other(jhost.shard(x, P("a")))
+        return jhost.shard(made, P(("a", "b")))
 
-    exact(sharded, x, **settings)
+    exact(sharded, x, **on({"a": 2, "b": 2}, (P(),), P()))
 
 
 # --- Indices ------------------------------------------------------------------- #
