@@ -105,8 +105,7 @@ def _by_other_dims(
         for axis in axes
         if not any(axis in each for each in current)
     }
-    # The minor axis of a dim leaves it first.
-    moves = dict.fromkeys([tuple(reversed(gathered)), *((axis,) for axis in gathered)])
+    moves = dict.fromkeys([tuple(gathered), *((axis,) for axis in gathered)])
     yield from _spread_otherwise(solver, op, current, moves)
 
 

@@ -197,20 +197,23 @@ def _all_reduces(source: Layout, partial: Partial) -> Iterator[ReshardStep]:
 def _all_to_alls(
     source: Layout, target: Layout, partial: Partial
 ) -> Iterator[ReshardStep]:
+    """Along one axis, or along several at once that are the minor ones of a dim."""
     for dim in range(len(source)):
-        axes = _lacking(source, target, dim)[:1]
-        for other, have in enumerate(source):
-            # Only the minor-most axis can leave a dim without reordering its elements.
-            if axes and have[-1:] == axes and other != dim:
-                moved = _append(_truncate(source, other, len(have) - 1), dim, axes)
-                yield ReshardStep(
-                    kind="AllToAll",
-                    axes=axes,
-                    dim=dim,
-                    source_dim=other,
-                    layout=moved,
-                    partial=partial,
-                )
+        lacking = _lacking(source, target, dim)
+        for count in range(1, len(lacking) + 1):
+            axes = lacking[:count]
+            for other, have in enumerate(source):
+                # Other axes cannot leave a dim without reordering its elements.
+                if have[-count:] == axes and other != dim:
+                    left = _truncate(source, other, len(have) - count)
+                    yield ReshardStep(
+                        kind="AllToAll",
+                        axes=axes,
+                        dim=dim,
+                        source_dim=other,
+                        layout=_append(left, dim, axes),
+                        partial=partial,
+                    )
 
 
 def _all_gathers(

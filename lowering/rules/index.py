@@ -52,7 +52,11 @@ def dynamic_slice(eqn: JaxprEqn) -> DimRule:
         x, *starts = args
         if not _are_cut(dims, read, operand, shard):
             local = part_shape(result, sizes, shard)
-            return bind(eqn, args, slice_sizes=local)
+            # XLA (of JAX 0.10 and 0.11) adds the starts of a slice and of a part of it,
+            # and then brings their sum into bounds.
+            for dim in indexed:
+                starts[dim] = _clamped(starts[dim], operand[dim] - sizes[dim])
+            return bind(eqn, [x, *_of_one_type(starts)], slice_sizes=local)
         places = _places(x, dims, (operand, sizes), starts, shard)
         return [_read(x, places, read)]
 
@@ -164,6 +168,10 @@ def _clamped(start: Any, last: int) -> Any:
     last = min(last, jnp.iinfo(start.dtype).max)
     zero, end = (np.array(bound, start.dtype) for bound in (0, last))
     return lax.convert_element_type(lax.clamp(zero, start, end), np.int32)
+
+
+def _of_one_type(starts: Sequence[Any]) -> list[Any]:
+    return [lax.convert_element_type(start, np.int32) for start in starts]
 
 
 def _read(x: Any, places: Sequence[_Place], dims: Collection[int]) -> Any:

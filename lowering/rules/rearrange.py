@@ -43,6 +43,9 @@ from jhost.lowering.rules.windows import (
 MOST_PIECES = 32
 """The most operands of a concatenation, or copies in a tiling, that are joined."""
 
+_FEW = 16
+"""With fewer elements than this far apart, some devices may have none."""
+
 
 def _one_operand(
     eqn: JaxprEqn, reads: dict[int, WindowReads], others: Sequence[Any] = ()
@@ -73,7 +76,7 @@ def slice(eqn: JaxprEqn) -> DimRule:
         return along(eqn, cut, sizes="limit_indices")
     if any(map(functools.partial(_is_small, eqn), cut)):
         return _small_slice(eqn, cut)
-    starts, strides = eqn.params["start_indices"], eqn.params["strides"]
+    starts, strides = eqn.params["start_indices"], _strides(eqn, cut)
     result = shape_of(eqn.outvars[0])
     made = _one_operand(
         eqn,
@@ -81,13 +84,19 @@ def slice(eqn: JaxprEqn) -> DimRule:
             dim: WindowReads(
                 size=shape_of(eqn.invars[0])[dim],
                 first=starts[dim],
-                stride=strides[dim] if strides else 1,
+                stride=strides[dim],
                 steps=(0, result[dim]),
             )
             for dim in cut
         },
     )
-    return dataclasses.replace(made, rebind=_slice_part(made))
+    return dataclasses.replace(made, rebind=_slice_part(made, strides))
+
+
+def _strides(eqn: JaxprEqn, cut: Sequence[int]) -> list[int]:
+    """The strides of dims that get shorter.  Where one row is all, a stride is 1."""
+    strides = eqn.params["strides"] or (1,) * len(eqn.params["start_indices"])
+    return [stride if dim in cut else 1 for dim, stride in enumerate(strides)]
 
 
 def _is_small(eqn: JaxprEqn, dim: int) -> bool:
@@ -97,7 +106,10 @@ def _is_small(eqn: JaxprEqn, dim: int) -> bool:
     whole on every device.
     """
     size, left = (shape_of(v)[dim] for v in (eqn.invars[0], eqn.outvars[0]))
-    little = left == 1 or 8 * left <= size
+    strides = eqn.params["strides"]
+    # Elements far apart lie on all devices: each has its own, unless there are few.
+    apart = strides is not None and 8 * strides[dim] * left > size
+    little = left == 1 or (8 * left <= size and (left < _FEW or not apart))
     return little and can_be_summed(aval_of(eqn.invars[0]).dtype)
 
 
@@ -134,18 +146,17 @@ def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
                 neutral = identity(reducer, x.dtype)
                 x = slice_or_fill(x, dim, first, limits[dim], neutral)
                 starts_here[dim] = 0
-        return [lax.slice(x, starts_here, limits, eqn.params["strides"])]
+        return [lax.slice(x, starts_here, limits, _strides(eqn, cut))]
 
     picked = frozenset(d.factor for n, d in enumerate(dims) if d and n in small)
     return dataclasses.replace(made, rebind=rebind, counted=picked, picked=picked)
 
 
-def _slice_part(made: DimRule) -> Any:
+def _slice_part(made: DimRule, strides: Sequence[int]) -> Any:
     (dims,), (results,) = made.operands, made.results
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x,), starts = args, list(eqn.params["start_indices"])
-        strides = list(eqn.params["strides"] or (1,) * len(starts))
         sizes = part_shape(results, shape_of(eqn.outvars[0]), shard)
         for dim, mapped in enumerate(dims):
             if not is_whole(mapped, shard):

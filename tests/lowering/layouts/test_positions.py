@@ -105,6 +105,19 @@ def test_other_ways_to_write_move_nothing_either(fun: Callable[..., Array]) -> N
     assert communications(program) == []
 
 
+@pytest.mark.parametrize("at", [4, -1, 120])
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8])
+def test_a_part_of_a_slice_that_begins_too_late_is_of_the_last_one(
+    at: int, dtype: Any
+) -> None:
+    """XLA may make one slice of the two, which begins as late as it can by itself."""
+
+    def f(x: Array, at: Array) -> Array:
+        return jhost.shard(lax.dynamic_slice_in_dim(x, at, 2), P("tp"))
+
+    exact(f, integers(5, 3), jnp.array(at).astype(dtype), **tp(8, P(), P()))
+
+
 def test_the_transpose_of_a_write_is_a_read() -> None:
     def back(x: Array, new: Array, at: Array, given: Array) -> Any:
         return jax.vjp(lambda x, new: write(x, new, at), x, new)[1](given)

@@ -18,7 +18,7 @@ import jhost
 from jhost.lowering.rules.dim_rule import DimRule, FactorDim
 from jhost.lowering.rules.table import rule_of
 from tests.lowering.hand_built import integers
-from tests.lowering.on_mesh import exact, tp
+from tests.lowering.on_mesh import exact, on, tp
 from tests.lowering.traced import work
 
 CheckRule: TypeAlias = Callable[..., set[str]]
@@ -217,6 +217,23 @@ def test_a_reshape_has_the_steps_that_are_contiguous_in_both_shapes(
 
 def test_a_reshape_of_nothing_has_no_factors() -> None:
     assert _rule(lambda x: lax.reshape(x, (0, 5)), np.ones((2, 0))).sizes == ()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_stride_means_the_same_in_each_part(rows: int, check_rule: CheckRule) -> None:
+    """Of one row it skips none, and that row is padded as well as others."""
+
+    def every_other(x: jax.Array) -> jax.Array:
+        return lax.slice(x, (0, 1), (rows, 5), (2, 1)) + x[::-2, 2:]
+
+    x = integers(rows, 6)
+    check_rule(every_other, x)
+
+    def sharded(x: jax.Array) -> jax.Array:
+        made = every_other(jhost.shard(x, P("a")))
+        return jhost.shard(made, P(("a", "b")))
+
+    exact(sharded, x, **on({"a": 2, "b": 2}, (P(),), P()))
 
 
 # --- Indices ------------------------------------------------------------------- #
