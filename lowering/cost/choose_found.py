@@ -73,7 +73,12 @@ class FoundStreamsChoice:
             self.leave(stream, before)
             return
         outcomes = [plain]
-        kept, enough = before, plain.seconds - self.least(stream)
+        layers = self.layers(stream)
+        least = least_gain(stream, self.rates) / layers
+        kept, enough = before, min(plain.seconds - least, _NOTABLE * plain.seconds)
+        if plain.seconds - stream.hidden / layers >= enough:
+            self.leave(stream, before, outcomes)
+            return
         for candidate in self.candidates(stream, outcomes, enough):
             if not self.leaves_more(outcomes, enough):
                 break
@@ -87,7 +92,7 @@ class FoundStreamsChoice:
             if outcome.seconds > _HOPELESS * plain.seconds:
                 break
         best = min((each.seconds for each in outcomes[1:]), default=math.inf)
-        if best < min(enough, _NOTABLE * plain.seconds):
+        if best < enough:
             self.chosen = self.said(stream, kept, outcomes)
         else:
             self.leave(stream, before, outcomes)
@@ -139,13 +144,12 @@ class FoundStreamsChoice:
             return best.compute < _CLOSE * best.seconds
         return best.compute < enough
 
-    def least(self, stream: FoundStream) -> float:
-        """The seconds that a loop has to gain in the section where it is weighed."""
+    def layers(self, stream: FoundStream) -> int:
+        """How many layers have a stream that is weighed in one of them."""
         first = stream.marks[0]
         numbers = numbers_of(all_marks(self.plain.program), first)
         # A layer has one mark of the smallest group.
-        layers = 1 if self.plain.layer(numbers) is None else len(first)
-        return least_gain(stream, self.rates) / layers
+        return 1 if self.plain.layer(numbers) is None else len(first)
 
     def outcome(
         self,

@@ -25,7 +25,7 @@ from jhost.lowering.ir.statements import Communicate
 _GAIN = 0.995
 """The time as in `jax.jit` must be below this share of the time in jhost's order."""
 
-_LEAST = 0.99
+_LEAST = 0.998
 """The share of a program's work that is sure: an order may fuse a little more of it."""
 
 

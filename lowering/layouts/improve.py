@@ -236,11 +236,13 @@ def restarted(solver: Solver, best: Decisions) -> Decisions:
     single decisions finds.  An example are tokens that go whole to their experts, and
     not as partial sums.
     """
-    for number, assignment in _restarts(solver, best):
+    restarts = [(_is_clearly_better, *each) for each in _restarts(solver, best)]
+    restarts += [(_is_better, *each) for each in _carried_as_made(solver, best)]
+    for is_better, number, assignment in restarts:
         # Preferences are the solver's state: a restart that does not win is undone.
         before = solver.preferences.snapshot()
         other = solver.fixed_point_with(number, assignment)
-        if _is_clearly_better(solver, other, best):
+        if is_better(solver, other, best):
             best = improved(solver, other)
         else:
             solver.preferences.restore(before)
@@ -296,6 +298,28 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
                 found.append((least, number, assignment))
     most = min(_RESTARTS, _DECISIONS // len(solver.operations))
     return [(number, assignment) for _, number, assignment in sorted(found)[:most]]
+
+
+def _carried_as_made(
+    solver: Solver, best: Decisions
+) -> Iterator[tuple[int, Assignment]]:
+    """Values that enter a loop, with the layouts in which an iteration hands them on.
+
+    If a carried value moves at the end of each iteration, something else may read it
+    where it moves to, as the stack of a scan.  Then no single change gains.
+    """
+    enters = {op.outs: n for n, op in enumerate(solver.operations) if op.carries}
+    for number in solver.paying(best):
+        op, now = solver.operations[number], best.assignments[number]
+        if op.like is None or (op.like,) not in enters:
+            continue
+        if _moved(solver, op, now, best, op.ins) < _much(best):
+            continue
+        enter = enters[(op.like,)]
+        into, (made,) = solver.operations[enter], op.ins
+        assignment = into.following(best.layouts[made])
+        if assignment != best.assignments[enter] and into.fits(assignment, solver.mesh):
+            yield enter, assignment
 
 
 def _spread_otherwise(

@@ -21,6 +21,7 @@ from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.testing import mesh_of
 from tests.jhost.derived import programs, vjp
 from tests.lowering.layouts.test_decisions import solver
+from tests.lowering.traced import check
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, DEVICES = 64, 16, 32, 8, 4
 SHAPES = (
@@ -95,6 +96,32 @@ def test_their_gradients_move_no_more_than_twice_that() -> None:
         for program in (forward, backward)
     ]
     assert moved[1] <= 3 * moved[0]
+
+
+def ticks(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Stages hand on what they give, and all of it is stacked; the last stage's leaves.
+
+    Whole numbers stay below 8.
+    """
+
+    def tick(done: jax.Array, entering: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = jnp.arange(DEVICES)[:, None, None] == 0
+        given = jnp.where(first, entering, jnp.roll(done, 1, axis=0))
+        done = jnp.mod(jnp.einsum("srm,smf->srf", given, weights), 8)
+        return done, done
+
+    begin = jnp.zeros((DEVICES, TOKENS, WIDTH), x.dtype)
+    return jax.lax.scan(tick, begin, jnp.repeat(x[:, None], DEVICES, 1))[1][:, -1]
+
+
+def test_a_carried_value_that_is_stacked_too_lies_as_it_is_made() -> None:
+    """Neither of its readers alone makes it gain, while the other one gathers it."""
+    x = np.arange(6 * TOKENS * WIDTH, dtype=np.float32).reshape(6, TOKENS, WIDTH) % 5
+    weights = np.arange(DEVICES * WIDTH * WIDTH, dtype=np.float32) % 3
+    weights = weights.reshape(DEVICES, WIDTH, WIDTH)
+    f = check(ticks, x, weights, mesh=mesh_of({"ep": 4}), in_shardings=(P(), P("ep")))
+    (explanation,) = explain_program(f).bodies
+    assert [row.kind for row in explanation.communications] == ["CollectivePermute"]
 
 
 def test_what_moves_more_is_taken_back() -> None:
