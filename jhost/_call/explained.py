@@ -14,7 +14,6 @@ from jhost._call.program import unpipelined_program
 from jhost._call.whole import Whole
 from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.leave_to_xla import left_to_xla
-from jhost.lowering.cost.rates import Rates
 from jhost.lowering.explain import DeviceFacts, explain_program, puts
 from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.program import Program
@@ -51,11 +50,7 @@ def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Expl
 def _known(devices: Devices, program: Program) -> DeviceFacts:
     """The facts that predictions use; no rates where nothing can overlap."""
     rates = rates_here(devices, puts(program))
-    return DeviceFacts(rates if rates and _overlaps(rates) else None, devices.reach)
-
-
-def _overlaps(rates: Rates) -> bool:
-    return rates.permute.beside_compute or rates.collective.beside_compute
+    return DeviceFacts(rates if rates and rates.any_overlap else None, devices.reach)
 
 
 def _with_times(
@@ -69,7 +64,7 @@ def _with_times(
         explanation, devices=f"{devices.count} x {devices.kind}"
     )
     rates = rates_here(devices, puts(program))
-    if rates is None or not _overlaps(rates):
+    if rates is None or not rates.any_overlap:
         return dataclasses.replace(explanation, nothing_overlaps=rates is not None)
     plain = unpipelined_program(call_jaxpr, config)
     (_, predicted), *_ = by_permutes(program, rates)

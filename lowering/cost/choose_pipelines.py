@@ -111,9 +111,7 @@ class ChoosePipelines:
                 f"jhost has no rates of {self.device_kind} devices; python -m jhost "
                 f"calibrate measures them"
             )
-        if not (
-            self.rates.permute.beside_compute or self.rates.collective.beside_compute
-        ):
+        if not self.rates.any_overlap:
             return f"on {self.device_kind} devices no transfer runs beside computation"
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         axes = [axis for axis, size in mesh.items() if size > 1]

@@ -105,6 +105,11 @@ class Rates:
     estimated: bool = False
     reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
 
+    @property
+    def any_overlap(self) -> bool:
+        """Whether transfers of some kind run beside computation."""
+        return self.permute.beside_compute or self.collective.beside_compute
+
     def link(self, kind: CommunicationKind, axes: Iterable[str]) -> Link:
         """The link that moves bytes among the devices along some axes of the mesh."""
         # XLA (of JAX 0.10 to 0.12) copies from peer to peer only within a process.  A
