@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.effects import AssignmentEffects
+from jhost.lowering.layouts.effects import AssignmentEffect, AssignmentEffects
 from jhost.lowering.layouts.transfer_bytes import (
     NOTHING,
     LayoutCost,
@@ -45,6 +45,8 @@ class Decisions:
         self.costs = costs
         self.layouts = dict(given)
         self.assignments: dict[int, Assignment] = {}
+        # As they were counted: preferences may have changed since.
+        self.counted: dict[int, AssignmentEffect] = {}
         self.total = NOTHING
         self.flops = 0
         self.movers: dict[WantedLayout, list[int]] = {}
@@ -53,21 +55,22 @@ class Decisions:
 
     def decide(self, number: int, assignment: Assignment) -> set[str]:
         """Assign an operation; return the results whose layouts change with that."""
-        op = self.operations[number]
-        old = self.assignments.get(number)
-        if old is not None:
-            effect = self.effects.of(op, old)
-            self.total -= effect.cost
-            self.flops -= effect.flops
-            for move in effect.wants:
-                self._drop(move, number)
+        old = self.counted.get(number)
+        new = self.effects.of(self.operations[number], assignment)
         self.assignments[number] = assignment
-        effect = self.effects.of(op, assignment)
-        self.total += effect.cost
-        self.flops += effect.flops
-        for move in effect.wants:
+        if new is old:
+            return set()
+        if old is not None:
+            self.total -= old.cost
+            self.flops -= old.flops
+            for move in old.wants:
+                self._drop(move, number)
+        self.counted[number] = new
+        self.total += new.cost
+        self.flops += new.flops
+        for move in new.wants:
             self._add(move, number)
-        return {name for name, layout in effect.rests if self._lay_out(name, layout)}
+        return {name for name, layout in new.rests if self.lay_out(name, layout)}
 
     @property
     def price(self) -> LayoutCost:
@@ -127,7 +130,7 @@ class Decisions:
             if is_first:
                 self._count(move[0])
 
-    def _lay_out(self, name: str, layout: Layout) -> bool:
+    def lay_out(self, name: str, layout: Layout) -> bool:
         """Lay out a value, and recount its moves; whether the layout changed."""
         old = self.layouts.get(name)
         if old == layout:

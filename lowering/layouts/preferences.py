@@ -88,8 +88,13 @@ class Preferences:
         self,
         operations: Sequence[Operation],
         assignments: Sequence[Assignment] | None,
-    ) -> None:
-        """Carry preferences from the consumers of values to their producers."""
+    ) -> list[str]:
+        """Carry preferences from the consumers of values to their producers.
+
+        It returns the values whose preferences are other ones then.
+        """
+        targets, free_axes = self.snapshot()
+        none = frozenset[str]()
         for number in reversed(range(len(operations))):
             op = operations[number]
             assignment = None if assignments is None else assignments[number]
@@ -101,8 +106,17 @@ class Preferences:
                 if used or name not in self.targets:
                     self.targets[name] = wanted
                     # In the first round only axes that constraints suggest are known.
-                    known = self.mesh if assignments else used_axes(assignment)
-                    self.free_axes[name] = self._axes_beside(known)
+                    self.free_axes[name] = (
+                        none
+                        if assignments
+                        else self._axes_beside(used_axes(assignment))
+                    )
+        return [
+            name
+            for name, target in self.targets.items()
+            if target != targets.get(name)
+            or self.free_axes.get(name) != free_axes.get(name)
+        ]
 
     def follows(self, op: Operation) -> bool:
         """Whether its operand's layout decides, as for a barrier."""

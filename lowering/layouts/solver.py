@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -96,9 +97,11 @@ class Solver:
         self.kept: str | None = None
         """A mesh axis over which activations stay while layouts are decided."""
         self.readers: dict[str, list[int]] = {}
+        self.makers: dict[str, int] = {}
         for number, op in enumerate(self.operations):
             for name in decided_by(op):
                 self.readers.setdefault(name, []).append(number)
+            self.makers.update(dict.fromkeys(op.outs, number))
 
     def fixed_point(self) -> Decisions:
         """The best fixed point; whole values are made in parts if no more moves."""
@@ -139,10 +142,8 @@ class Solver:
         self.preferences.backward(self.operations, suggested)
         made = self.forward()
         for _ in range(_ROUNDS):
-            before = made
-            self.preferences.backward(self.operations, made.in_order())
-            made = self.forward()
-            if made.same_as(before):
+            changed = self.preferences.backward(self.operations, made.in_order())
+            if not self.forward_again(made, changed):
                 break
         return made
 
@@ -193,6 +194,32 @@ class Solver:
         for number in range(len(self.operations)):
             made.decide(number, self.cheapest(number, made))
         return made
+
+    def forward_again(self, made: Decisions, preferred: Iterable[str]) -> bool:
+        """What `forward` would decide now, where only such values' preferences changed.
+
+        Whether any decision is another one than before.
+        """
+        # Most rounds change a few of thousands of operations.
+        params = [n for n, layout in self.given().items() if made.lay_out(n, layout)]
+        order = {self.makers[name] for name in preferred if name in self.makers}
+        order.update(number for name in params for number in self.readers.get(name, ()))
+        changed = bool(params)
+        waiting = sorted(order)
+        while waiting:
+            number = heapq.heappop(waiting)
+            assignment, before = self.cheapest(number, made), made.counted[number]
+            changed |= assignment != made.assignments[number]
+            laid_out = made.decide(number, assignment)
+            changed |= bool(laid_out)
+            moves = {*before.wants} ^ {*made.counted[number].wants}
+            # Others that read the same operand may share a move, or share it no longer.
+            for name in {*laid_out, *(name for name, _ in moves)}:
+                for reader in self.readers.get(name, ()):
+                    if reader > number and reader not in order:
+                        order.add(reader)
+                        heapq.heappush(waiting, reader)
+        return changed
 
     def given(self) -> dict[str, Layout]:
         """The layouts of the parameters."""

@@ -72,7 +72,7 @@ def rotated_values(program: Program) -> set[ValueName]:
         # One that does not fit is dropped, and all that share work with it are asked
         # again, until those that are left agree.
         if name in rotations and not values.agrees(name, rotations):
-            for other in values.same.subset(name):
+            for other in values.same[name]:
                 rotations.pop(other, None)
                 waiting += values.sharing(other)
     return set(rotations)
@@ -85,11 +85,8 @@ class _Rotations:
     """
 
     def __init__(self, program: Program) -> None:
-        # Here: it takes 0.1 s to import.
-        from scipy.cluster.hierarchy import DisjointSet
-
         self.ranks = Ranks(program.mesh.shape)
-        self.same: DisjointSet = DisjointSet()
+        self.same: dict[ValueName, set[ValueName]] = {}
         self.uses: dict[ValueName, _Uses] = {}
         self.whole: set[ValueName] = set()
         self.all_of_it(id(program), (*program.params, *program.results))
@@ -101,7 +98,7 @@ class _Rotations:
         self.whole |= {(owner, buffer.name) for buffer in buffers}
 
     def of(self, owner: int, buffer: ir.Buffer) -> _Uses:
-        self.same.add((owner, buffer.name))
+        self.same.setdefault((owner, buffer.name), {(owner, buffer.name)})
         return self.uses.setdefault((owner, buffer.name), _Uses())
 
     def statements(
@@ -143,7 +140,13 @@ class _Rotations:
             self.of(owner, outside).computations.append(
                 functools.partial(list, [Factor([stacked], scan.length)])
             )
-            self.same.merge((id(body), inside.name), (owner, outside.name))
+            self.merge((id(body), inside.name), (owner, outside.name))
+
+    def merge(self, one: ValueName, other: ValueName) -> None:
+        """Note that two values are the same, and so all that are the same as either."""
+        names = self.same[one]
+        names |= self.same[other]
+        self.same |= dict.fromkeys(names, names)
 
     def computation(
         self, owner: int, stmt: ir.Compute | ir.Set, found: _FindFactors
@@ -157,7 +160,7 @@ class _Rotations:
     def rotations(self) -> dict[ValueName, Rotation]:
         """The rotation of each value whose parts all have one, not yet compared."""
         found: dict[ValueName, Rotation] = {}
-        for names in self.same.subsets():
+        for names in {id(names): names for names in self.same.values()}.values():
             parts = [part for name in names for part in self.uses[name].parts]
             if names & self.whole or not any(_axes(select) for select, _ in parts):
                 continue
@@ -178,7 +181,7 @@ class _Rotations:
             for factor in self.factors(name):
                 if factor.parallel and (name, rotations[name].dim) in factor.dims:
                     for other, dim in factor.dims:
-                        names = self.same.subset(other)
+                        names = self.same[other]
                         if other not in rotations and self.follows(names):
                             rotations |= dict.fromkeys(
                                 names, rotations[name].along(dim)

@@ -23,6 +23,7 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.testing import mesh_of
 from tests.lowering.traced import built
@@ -133,9 +134,12 @@ def test_one_solution_is_not_weighed(
     assert not found.called
 
 
-def test_bytes_decide_on_unknown_devices() -> None:
+@pytest.mark.parametrize("kind", ["unknown", "cpu"])
+def test_bytes_decide_on_unknown_devices_and_where_nothing_overlaps(kind: str) -> None:
     program = built(gradients(), *types(8192, HIDDEN), fsdp=2)
-    assert every(None).by_time.apply(program) is program
+    with mock.patch.object(PropagateLayouts, "close") as close:
+        assert every(rates_of(kind)).by_time.apply(program) is program
+    assert not close.called
 
 
 def test_streams_are_searched_once_for_the_layouts_that_are_taken() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from hypothesis import given, strategies as st
@@ -12,6 +14,7 @@ from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
 from jhost.lowering.layouts.improve import improved, others, tried
+from jhost.lowering.layouts.propagate_layouts import shardings_of
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
 
@@ -62,3 +65,43 @@ def test_what_is_tried_in_vain_is_taken_back() -> None:
                 assert made.total < total
             else:
                 assert (made.in_order(), made.total) == (before, total)
+
+
+class FromTheStart(Solver):
+    """A solver whose every round is held to what all decisions made anew would be."""
+
+    rounds = 0
+
+    def forward_again(self, made: Decisions, preferred: Iterable[str]) -> bool:
+        before = dict(made.layouts), dict(made.assignments)
+        changed = super().forward_again(made, preferred)
+        fresh = self.forward()
+        assert fresh.same_as(made)
+        assert fresh.price == made.price
+        assert fresh.moved() == made.moved()
+        assert changed == (before != (fresh.layouts, fresh.assignments))
+        self.rounds += 1
+        return changed
+
+
+SPECS = [P(), P("a"), P("b"), P(None, "a"), P("b", "a"), P(("a", "b"))]
+
+
+@given(st.lists(st.sampled_from(SPECS), min_size=4, max_size=4))
+def test_a_round_decides_as_a_new_start_would(specs: list[P]) -> None:
+    def fun(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        x = jhost.shard(x, specs[0])
+        w = jhost.shard(w, specs[1])
+
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            y = jnp.tanh(x @ w) @ v
+            return jhost.shard(y + x, specs[2]), y.sum(0)
+
+        y, sums = jax.lax.scan(layer, x, None, length=2)
+        return jhost.shard(y.T @ x + sums.sum(0), specs[3])
+
+    program = built(fun, (8, 8), (8, 8), (8, 8), a=2, b=4)
+    whole = flattened(program)
+    solving = FromTheStart(whole, shardings_of(whole[1]), {})
+    improved(solving, solving.fixed_point())
+    assert solving.rounds >= 2
