@@ -165,9 +165,9 @@ class _Walk:
         waited = self.make_room(number)
         if block.works:
             self.issue([t for t in self.to_come if t.interval.issue == number])
-        # While gathers are under way, work stands on a stream too.  Tokens then tell
-        # XLA before which work to issue a gather, and behind which to wait for it.
-        beside = waited or any(not t.sums for t in self.under_way())
+        # While transfers are under way, work stands on a stream too.  Tokens then tell
+        # XLA before which work to issue one, and behind which to wait for it.
+        beside = waited or bool(self.under_way())
         ordered = block.contracts or (waited and self.stays_behind(number))
         if has_moved(block) and self.under_way():
             self.body += _behind_transfers(block.stmts)

@@ -32,7 +32,7 @@ from benchmarks.layers import Model
 from benchmarks.step.whole import arms, model
 from benchmarks.step.whole.model import first_state
 from benchmarks.step.whole.sizes import WIDTHS, Case
-from tests.aot.on_h200 import QUICKLY, MakeH200s
+from tests.aot.on_h200 import QUICKLY, MakeH200s, exposed_in_bodies
 
 MODEL = Model(
     "small", hidden=2048, ffn=6144, heads=16, kv_heads=8, head=128, sequence=512
@@ -234,6 +234,7 @@ def test_a_step_of_8b_takes_no_more_memory_and_moves_its_masters_in_bfloat16(
     assert large == {"bf16"}, moved
     sums = [shape for dtype, shape, kind in moved if (dtype, kind) == F32_SUM]
     assert len(sums) == 1, moved
+    assert not exposed_in_bodies(step.schedule(), LARGE)
     assert memory_of(step) <= MOST * memory_of(plain)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost._jax import aval_of
+from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, walk
 from jhost.lowering.layouts import carry_partial_sums
@@ -164,6 +165,64 @@ def test_each_transfer_is_made_once() -> None:
     # Three permutes of (1, 8) gather (4, 8) in an iteration for the next one.
     assert (moved.count((4, 8)), inside.count((1, 8))) == (1, 3)
     assert moved.count((8, 1)) == inside.count((8, 1)) == 3
+
+
+# --- Several scans ------------------------------------------------------------------ #
+
+
+def said(program: Program) -> int:
+    """In how many scans, of bodies too, some gather is an iteration early."""
+    return sum("gathered an iteration early" in str(r) for r in all_remarks(program))
+
+
+def test_a_scan_of_scans_is_a_cycle_and_so_are_they() -> None:
+    def groups(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(lambda x, w: lax.scan(layer, x, w), x, weights)
+        return y
+
+    weights, x = operands(4)
+    weights = jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), weights)
+    specs = (P(None, None, "d"), P(None, None, None, "d")), P("d")
+    how = settings(FSDP, in_shardings=specs, out_shardings=P("d"))
+    assert said(check(groups, weights, x, **how)) == 2
+
+
+def test_what_microbatches_share_is_gathered_in_front_of_them() -> None:
+    """Only for the first layer, and the others' comes beside the layer before."""
+
+    def summed(weights: Any, batches: jax.Array) -> jax.Array:
+        def one(total: jax.Array, x: jax.Array) -> Any:
+            return total + lax.scan(layer, x, weights)[0], None
+
+        return lax.scan(one, jnp.zeros_like(batches[0]), batches)[0]
+
+    weights, x = operands(4)
+    specs = (FSDP[0], P(None, "d"))
+    how = settings(FSDP, in_shardings=specs, out_shardings=P("d"))
+    program = check(summed, weights, jnp.stack([x, -x, x]), **how)
+    assert said(program) == 1
+    assert any("gathered once for all" in str(r) for r in all_remarks(program))
+    (around,) = scans(program)
+    assert "AllGather" not in {
+        stmt.kind for stmt in around.body.body if isinstance(stmt, Communicate)
+    }
+
+
+def test_several_scans_read_one_stack() -> None:
+    """What one has saved, and the weights: each reads them by its own count."""
+
+    def f(weights: Any, x: jax.Array) -> jax.Array:
+        y, saved = lax.scan(lambda x, w: (layer(x, w)[0], x), x, weights)
+
+        def forth(y: jax.Array, each: Any) -> Any:
+            x, w = each
+            return jnp.clip(layer(y, w)[0] + x, -2, 2), None
+
+        z, _ = lax.scan(forth, y, (saved, weights))
+        return lax.scan(forth, z, (saved, weights), reverse=True)[0]
+
+    how = settings(FSDP, out_shardings=P("d"))
+    assert said(check(f, *operands(4), **how)) == 3
 
 
 # --- Other loops -------------------------------------------------------------------- #
