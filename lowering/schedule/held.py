@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
-from jhost.lowering.ir.derived import derived_with
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -25,15 +25,14 @@ from jhost.lowering.schedule.blocks import (
 )
 
 
-@derived_with
-def held(program: Program, in_place: bool = True) -> list[int]:
+@derived
+def held(program: Program) -> list[int]:
     """The bytes that a program holds at each of its blocks, bodies of these included.
 
-    Transfers count from where they stand in the program.  If not `in_place`, a written
-    cheap value and what it is made of both count, for each reader.
+    Transfers count from where they stand in the program.
     """
     blocks = blocks_of(program)
-    lives = _Lives(blocks.results, in_place)
+    lives = _Lives(blocks.results)
     for number, block in enumerate(blocks.all):
         lives.add(number, block, cheap=blocks.fuses(number))
     replaced = set(lives.replaced())
@@ -64,9 +63,8 @@ def _most_inside(stmts: Iterable[Stmt]) -> int:
 class _Lives:
     """The values that take memory: their bytes, and their first and last blocks."""
 
-    def __init__(self, results: set[str], in_place: bool) -> None:
+    def __init__(self, results: set[str]) -> None:
         self.results = results
-        self.in_place = in_place
         self.sizes: dict[str, int] = {}
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
@@ -100,9 +98,6 @@ class _Lives:
 
     def write(self, name: str, number: int, block: StatementBlock) -> None:
         """Note that XLA writes a cheap value, because a contraction reads it."""
-        if not self.in_place:
-            self.count(name, number, self.cheap[name])
-            return
         size, behind = self.cheap.pop(name), self.made_of[name]
         for each in behind:
             self.last[each] = number
@@ -123,9 +118,6 @@ class _Lives:
 
     def in_memory(self, name: str, number: int, size: int) -> None:
         self.made_of[name] = frozenset([name])
-        self.count(name, number, size)
-
-    def count(self, name: str, number: int, size: int) -> None:
         self.sizes[name] = size
         self.first.setdefault(name, number)
         self.last[name] = number

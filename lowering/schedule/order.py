@@ -50,7 +50,7 @@ from jhost.lowering.schedule.blocks import (
     communication_of,
     has_moved,
 )
-from jhost.lowering.schedule.held import held, holds_bodies
+from jhost.lowering.schedule.held import held
 from jhost.lowering.schedule.intervals import (
     GATHERING,
     SUMS,
@@ -130,10 +130,7 @@ class _Walk:
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
         copied = any(t.sums and t.way == "permutes" for t in self.transfers.values())
-        # Without a scan the closer count ends sums before XLA has put work beside them:
-        # three permutes of a data-parallel backward over four H200s would be exposed.
-        in_place = holds_bodies(self.blocks)
-        self.there = held(program, in_place) if copied else []
+        self.there = held(program) if copied else []
         """The bytes that the program holds at each block as it is."""
         self.most = max(self.there, default=0)
         self.sums: list[list[ScheduledTransfer]] = []
@@ -217,16 +214,23 @@ class _Walk:
     def make_room(self, number: int) -> bool:
         """Wait for the first sums, as long as there is no room for what a block makes.
 
+        So that it has work beside it, the next round of a sum begins before the last.
+
         Returns:
             Whether it waited.
         """
         waited = not self.has_room(number)
         if waited:
             self.round()
-        while self.sums and self.adds_to_most(number):
+        while self.sums and (self.adds_to_most(number) or self.is_last_turn(number)):
             self.round()
             waited = True
         return waited
+
+    def is_last_turn(self, number: int) -> bool:
+        """Whether no work but a block is left for the next round of a sum."""
+        under_way = itertools.chain(*self.sums)
+        return number == self.last_work and any(len(t.rounds) > 1 for t in under_way)
 
     def has_room(self, number: int) -> bool:
         """Whether the window of sums has room for what a block makes."""
