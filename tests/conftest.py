@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 import hypothesis
 import jax
-import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -44,23 +42,6 @@ GOLDEN = Path(__file__).parent / "golden"
 # A promotion that was not meant shows as an error.  Code that is not ours and needs
 # another mode is called under `jax.numpy_dtype_promotion("standard")`.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-
-def _cut(array: jax.Array, *places: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """The parts of an array that go to devices, by NumPy.
-
-    JAX (0.10 to 0.12) has XLA compile a program for each shape of an array on one
-    device that is put on several: a fifteenth of all that tests compile.
-    """
-    whole = np.asarray(array)
-    return [
-        np.squeeze(whole[tuple(map(slice, start, limit))], removed).copy()
-        for start, limit, removed in zip(*places, strict=True)
-    ]
-
-
-# By name: what cuts an array has no public one.
-importlib.import_module("jax._src.array").ArrayImpl._multi_slice = _cut
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
