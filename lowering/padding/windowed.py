@@ -32,6 +32,9 @@ _DimOfValue: TypeAlias = tuple[int, str, int]
 
 _MarkAxes: TypeAlias = tuple[str, ...]
 
+_MOST_TIMES = 4
+"""How many times as long padding may make a dim."""
+
 ReachedAxes: TypeAlias = Mapping[_DimOfValue, set[_MarkAxes]]
 """By dim, the axes that may come to lie on it, each as a mark has them."""
 
@@ -55,8 +58,9 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
     for wish in uneven:
         for axes in sorted(reached.get(wish.dim, ())):
             devices = axes_size(axes, mesh)
-            # More than twice as much would cost more than it saves.
-            if wish.size % devices and 2 * wish.size > devices:
+            # One element has no parts.  Of few elements, many more would be padding.
+            few = wish.size == 1 or _MOST_TIMES * wish.size < devices
+            if wish.size % devices and not few:
                 request = PadRequest(
                     buffer=wish.dim[1],
                     dim=wish.dim[2],

@@ -201,6 +201,16 @@ def test_a_difference_goes_back_to_neighbours() -> None:
     assert received(program) == 2 * 3
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (3, 6)])
+def test_what_is_kept_of_a_row_a_device_stays_there(first: int, last: int) -> None:
+    def loss(x: Array) -> Array:
+        return (x[first:last] ** 2).sum()
+
+    x = integers(8, 3)
+    program = exact(jax.grad(loss), x, **tp(8, (ROWS,), ROWS))
+    assert received(program) <= 3 * first
+
+
 def test_a_scan_moves_one_row_an_iteration() -> None:
     def steps(x: Array) -> Array:
         def step(x: Array, _: None) -> tuple[Array, None]:
