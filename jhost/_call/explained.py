@@ -89,11 +89,12 @@ def _explained_whole(whole: Whole, config: Config) -> Explanation:
 
 
 def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterator[str]:
-    """Says that settings for streams were given, but no value has a stream."""
+    """Says that settings for streams were given, but no value is marked."""
     given = {"pipeline": config.pipeline, "chunks": config.chunks}
     asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
     # Only for the function itself, and not again for programs derived from it.
-    if asked and not explanation.streams and not config.role:
+    unmarked = all(stream.found for stream in explanation.streams)
+    if asked and unmarked and not config.role:
         apply = "apply" if len(asked) > 1 else "applies"
         yield (
             f"nothing is marked: {' and '.join(asked)} only {apply} to values that "

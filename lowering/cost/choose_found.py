@@ -67,18 +67,14 @@ class FoundStreamsChoice:
 
     def choose(self, stream: FoundStream) -> None:
         """Choose for the marks of one stream."""
-        before = dict(self.chosen)
-        plain = self.without(stream)
-        if plain is None:
-            self.leave(stream, before)
+        before, layers = dict(self.chosen), self.layers(stream)
+        plain = self.outcome(self.plain, stream, None)
+        if plain is None or not self.may_gain(stream, plain, layers):
+            self.leave(stream, before, [plain] if plain else [])
             return
-        outcomes = [plain]
-        layers = self.layers(stream)
-        least = least_gain(stream, self.rates) / layers
-        kept, enough = before, min(plain.seconds - least, _NOTABLE * plain.seconds)
-        if plain.seconds - stream.hidden / layers >= enough:
-            self.leave(stream, before, outcomes)
-            return
+        plain = self.without(stream, plain)
+        outcomes, kept = [plain], before
+        enough = plain.seconds - self.least(stream, plain, layers)
         for candidate in self.candidates(stream, outcomes, enough):
             if not self.leaves_more(outcomes, enough):
                 break
@@ -97,13 +93,21 @@ class FoundStreamsChoice:
         else:
             self.leave(stream, before, outcomes)
 
-    def without(self, stream: FoundStream) -> Outcome | None:
+    def without(self, stream: FoundStream, plain: Outcome) -> Outcome:
         """The outcome without a loop; what has other loops may lie better with them."""
-        plain = self.outcome(self.plain, stream, None)
-        if plain is None or not has_loops(plain.program):
+        if not has_loops(plain.program):
             return plain
         looped = self.outcome(self.looped, stream, None)
         return min(filter(None, (plain, looped)), key=_seconds)
+
+    def may_gain(self, stream: FoundStream, plain: Outcome, layers: int) -> bool:
+        """Whether all that a loop could hide would be enough."""
+        return stream.hidden / layers > self.least(stream, plain, layers)
+
+    def least(self, stream: FoundStream, plain: Outcome, layers: int) -> float:
+        """The seconds that a loop has to gain in the section where it is weighed."""
+        of_its_work = least_gain(stream, self.rates) / layers
+        return max(of_its_work, (1 - _NOTABLE) * plain.seconds)
 
     def leave(
         self,
@@ -210,6 +214,8 @@ def _seconds(outcome: Outcome) -> float:
 def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
     """`mark` asking for what `way` asks for; None is no loop."""
     if way is None or way.unpipelined:
+        if mark.unpipelined and mark.spec.pipeline is None:
+            return mark
         return dataclasses.replace(mark.with_spec(pipeline=None), unpipelined=True)
     return dataclasses.replace(
         way, buffer=mark.buffer, dim=mark.dim, lines=mark.lines, numbers=mark.numbers

@@ -176,10 +176,10 @@ class Rewriter:
     def laid_out(
         self, buffer: Buffer, layout: Layout, partial: Partial = (), name: str = ""
     ) -> Buffer:
-        return dataclasses.replace(
-            buffer,
+        return Buffer(
             name=name or buffer.name,
             shape=local_shape(buffer.shape, layout, self.mesh),
+            dtype=buffer.dtype,
             dims=dims_of(layout),
             partial=partial,
         )

@@ -125,7 +125,7 @@ class LoopBuilder:
             return False  # a total is gathered in the loop that makes its sum
         # A second gather of a value is for work behind the first gather's work, so it
         # needs a loop of its own.
-        if any(gathers_again(node, maker) for maker in one for node in other):
+        if gathers_again(other, one):
             return False
         return all(self.aligned(maker, user) for maker in one for user in other)
 

@@ -183,7 +183,8 @@ class Propagation:
 
         The stream reaches the value by `access`, and the `other` stream by `by`.
         """
-        stream, other = self.root(stream), self.root(other)
+        if stream != other:  # most streams meet themselves
+            stream, other = self.root(stream), self.root(other)
         if access is None or by is None or access.dim != by.dim:
             return False
         # Each stream has counted its groups from 1 at its own mark, so the other's

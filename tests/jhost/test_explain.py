@@ -18,7 +18,7 @@ from jhost._call.around import calls_in
 from jhost._call.once_a_line import warned_lines
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.runtime import compiler_options
-from tests import sums
+from tests import finding, sums
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -226,6 +226,18 @@ def test_settings_for_streams_where_nothing_is_marked_are_noted(
     notes = [n for n in jhost.explain(f, X).notes if "nothing is marked" in n]
     assert len(notes) == (said is not None)
     assert all(str(said) in note for note in notes)
+
+
+def test_a_count_of_chunks_that_found_streams_do_not_follow_is_noted(
+    mesh: Mesh,
+) -> None:
+    f = jhost.jit(
+        lambda x, up, down: (x @ up) @ down, mesh=mesh, chunks=2, **BLOCK_SPECS
+    )
+    with finding.everywhere():
+        explanation = jhost.explain(f, X, UP, DOWN)
+    assert explanation.loops
+    assert any("chunks=2 only applies to values" in n for n in explanation.notes)
 
 
 def test_serial_stops_a_stream_and_is_named() -> None:

@@ -7,7 +7,7 @@ forward had gathered, they would be kept whole in between, for all layers at onc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.names import FreshNames
@@ -42,12 +42,17 @@ def with_gathers_again(
     return dataclasses.replace(program, body=tuple(s for each in stmts for s in each))
 
 
-def gathers_again(node: Node, other: Node) -> bool:
-    """Whether `node` gathers the value that `other` gathers."""
-    one, first = node.stmt, other.stmt
-    if not isinstance(one, Communicate) or not isinstance(first, Communicate):
-        return False
-    return one.kind == first.kind == "AllGather" and one.source == first.source
+def gathers_again(nodes: Iterable[Node], others: Iterable[Node]) -> bool:
+    """Whether some of the `nodes` gather a value that some of the `others` gather."""
+    first = _gathered(others)
+    return bool(first) and any(source in first for source in _gathered(nodes))
+
+
+def _gathered(nodes: Iterable[Node]) -> list[Buffer]:
+    """The values that nodes gather."""
+    stmts = [node.stmt for node in nodes]
+    gathers = [stmt for stmt in stmts if isinstance(stmt, Communicate)]
+    return [gather.source for gather in gathers if gather.kind == "AllGather"]
 
 
 def _kept(
