@@ -8,6 +8,7 @@ program as it was written, which then runs as in `jax.jit`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_permutes import kinds_of
@@ -38,7 +39,7 @@ class ChooseSchedule:
 
     name: ClassVar[str] = "choose_schedule"
 
-    order: tuple[FollowingPass, FollowingPass]
+    order: Sequence[FollowingPass]
     leave: FollowingPass
     transfers: ChooseTransfers
 
