@@ -186,9 +186,9 @@ def constrained(program: Program, specs: Specs) -> Program:
 
 
 def _results(stmt: Stmt) -> Sequence[Buffer]:
-    if isinstance(stmt, CONTROL_FLOW) or has_contraction(stmt):
+    if isinstance(stmt, CONTROL_FLOW):
         return stmt.outs
-    return ()
+    return stmt.outs if isinstance(stmt, Compute) and has_contraction(stmt) else ()
 
 
 def _entries(spec: P, rank: int) -> tuple[tuple[str, ...], ...]:
@@ -305,8 +305,8 @@ def stored_cases() -> list[sizes.Case]:
     for record in (r for run in stored(page.SUFFIX) for r in run["measurements"]):
         axes = ",".join(f"{name}={size}" for name, size in record["mesh"].items())
         names = ("model", "loop", "layers", "sequences", "cast")
-        given = ([record[name]] for name in names)
-        (case,) = sizes.cases_of(*given, [axes])
+        given: list[Any] = [[record[name]] for name in names]
+        (case,) = sizes.cases_of(*given, meshes=[axes])
         cases[f"{case.name} on {axes}"] = case
     return [*cases.values()]
 

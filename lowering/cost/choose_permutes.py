@@ -53,9 +53,10 @@ def by_permutes(
     program: Program, rates: Rates, **how: Any
 ) -> list[tuple[PermuteKind, Prediction]]:
     """The prediction for each kind of permutes that there is, the better one first."""
-    copied, *puts = (
+    found: list[tuple[PermuteKind, Prediction]] = [
         (kind, predict(program, each, **how)) for kind, each in kinds_of(rates)
-    )
+    ]
+    copied, *puts = found
     if puts and puts[0][1].total < _GAIN * copied[1].total:
         return [*puts, copied]
     return [copied, *puts]

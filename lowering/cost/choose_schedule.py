@@ -41,7 +41,7 @@ class ChooseSchedule:
 
     name: ClassVar[str] = "choose_schedule"
 
-    order: tuple[FollowingPass, FollowingPass]
+    order: Sequence[FollowingPass]
     leave: FollowingPass
     transfers: ChooseTransfers
 
