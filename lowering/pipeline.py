@@ -145,7 +145,8 @@ def passes(
     by_time = ChooseLayouts(
         propagate,
         finding,
-        rates=rates if transfers.time_decides and _overlaps(rates) else None,
+        # Where nothing overlaps, time says no more than bytes.
+        rates=rates if rates and rates.overlaps and transfers.time_decides else None,
     )
     whole = WholePrograms((*layouts, *to_loops), schedule)
     return Passes(
@@ -178,11 +179,6 @@ def _rates_to_find(settings: StreamDefaults, rates: Rates | None) -> Rates | Non
         return None
     # What is found is moved by permutes.
     return rates if rates.permute.beside_compute else None
-
-
-def _overlaps(rates: Rates | None) -> bool:
-    """Whether time says more than bytes: something is hidden beside computation."""
-    return rates is not None and rates.overlaps
 
 
 def _shared(shares: bool, *steps: Pass) -> tuple[AnyPass, ...]:

@@ -9,10 +9,10 @@ those that begin collectives early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.choose_permutes import kinds_of
+from jhost.lowering.cost.choose_permutes import by_permutes, kinds_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
 from jhost.lowering.cost.remembering import FollowingPass
@@ -67,19 +67,23 @@ class ChooseSchedule:
         for step in self.transfers.units:
             ordered = step.apply(ordered)
         least = min(working(ordered, each) for _, each in kinds_of(rates))
-        return min(_LEAST * least, self.transfers.seconds(program))
+        return min(_LEAST * least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
         best = ordered
         seconds = in_order = self.transfers.seconds(ordered)
-        for early in (False, True) if self.transfers.may_begin_early else (False,):
-            written = self.seconds(program, early)
+        for early, written in self.written(program):
             if written < _GAIN * seconds:
                 predicted = written, in_order
                 left = LeftToXla(axes=(), early=early, predicted=predicted)
                 best, seconds = _remarked(program, left), written
         return best
+
+    def written(self, program: Program) -> Iterator[tuple[bool, float]]:
+        """The seconds as XLA runs it, without and with options to begin early."""
+        for early in (False, True) if self.transfers.may_begin_early else (False,):
+            yield early, self.seconds(program, early)
 
     def seconds(self, program: Program, early: bool) -> float:
         """How long a program takes that XLA partitions."""
@@ -101,8 +105,11 @@ class WholePrograms:
 
     def in_order(self, program: Program) -> float:
         """The seconds of a program as jhost schedules it."""
+        transfers = self.schedule.transfers
+        assert transfers.rates is not None
         scheduled = self.schedule.apply(self.with_loops(program))
-        return self.schedule.transfers.seconds(scheduled)
+        (_, predicted), *_ = by_permutes(transfers.in_units(scheduled), transfers.rates)
+        return predicted.total
 
     def early(self, program: Program) -> float:
         """The seconds as in `jax.jit`, with options that begin collectives early."""

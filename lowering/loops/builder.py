@@ -29,7 +29,7 @@ from jhost.lowering.loops.zigzag import (
     share_of_work,
 )
 from jhost.lowering.schedule.recompute.gathers import gathers_again
-from jhost.lowering.schedule.shards_ahead import Ahead, WorkAhead
+from jhost.lowering.schedule.shards_ahead import IssuedAhead, WorkAhead
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import barrier_of, type_of
@@ -160,14 +160,14 @@ class LoopBuilder:
                     yield from self.ahead(each)
             yield from self.lower(group)
 
-    def issued_ahead(self, groups: Sequence[Group]) -> Iterator[Ahead]:
+    def issued_ahead(self, groups: Sequence[Group]) -> Iterator[IssuedAhead]:
         """The transfers that are issued in front of their loops."""
         order = WorkAhead(groups, self.contractions)
         for group in self.adding:
             if isinstance(loop := self.loop(group), Unchunked):
                 yield from order.ahead(group, *loop.turns[0])
 
-    def ahead(self, ahead: Ahead) -> Iterator[Stmt]:
+    def ahead(self, ahead: IssuedAhead) -> Iterator[Stmt]:
         for group in ahead.along:
             yield from self.lower(group)
             self.contractions.made(group)

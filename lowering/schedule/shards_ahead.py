@@ -24,7 +24,7 @@ _AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ahead:
+class IssuedAhead:
     """A transfer that is issued before a work in front of its loop.
 
     `along` has the cheap groups that make its source, and come with it.
@@ -58,7 +58,7 @@ class WorkAhead:
         stmts = [node.stmt for node in group]
         return any(has_contraction(s) or isinstance(s, CONTROL_FLOW) for s in stmts)
 
-    def ahead(self, loop: Group, moved: Group, work: Group) -> Iterator[Ahead]:
+    def ahead(self, loop: Group, moved: Group, work: Group) -> Iterator[IssuedAhead]:
         """The transfers to issue ahead, of those that a loop issues at one time.
 
         They have a product that waits for none of the others.  `work` reads them all.
@@ -73,7 +73,7 @@ class WorkAhead:
             first = next((number for number in before if number > ready), None)
             if first is not None:
                 some = tuple(self.groups[number] for number in along if number > first)
-                yield Ahead(node, loop, self.groups[first], some)
+                yield IssuedAhead(node, loop, self.groups[first], some)
 
     def source(self, transfer: Node) -> tuple[int, list[int]]:
         """The last group that a source waits for, and the cheap groups that make it."""
