@@ -212,7 +212,12 @@ def cotangents(records: Mapping[str, Record]) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Markdown; all but the first column are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(map(row_text, lines))
+
+
+def row_text(cells: Sequence[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def _ratio_table(records: Mapping[str, Record], mode: str) -> str:

@@ -131,15 +131,14 @@ def passes(
     weighed = transfers.of_candidates()
     (every,) = _shared(shares, moving_all(weighed))
     cycles = ChooseCycles(transfers, every)
-    order = *_shared(shares, cycles), *_shared(shares, transfers)
-    schedule = ChooseSchedule(order, leave, transfers)
+    schedule = ChooseSchedule(_shared(shares, cycles, transfers), leave, transfers)
+    whole = WholePrograms((*layouts, *to_loops), schedule)
     of_candidates = *_shared(shares, weighed), leave, *units
     loops = *to_loops, schedule, *units
     finding = FindStreams(
         layouts=(*layouts, *to_loops[:1]),
         loops=(*to_loops[1:], *of_candidates),
-        whole=(*layouts, *to_loops),
-        schedule=schedule,
+        whole=whole,
         rates=_rates_to_find(settings, rates),
     )
     by_time = ChooseLayouts(
@@ -148,7 +147,6 @@ def passes(
         # Where nothing overlaps, time says no more than bytes.
         rates=rates if rates and rates.overlaps and transfers.time_decides else None,
     )
-    whole = WholePrograms((*layouts, *to_loops), schedule)
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
         choice=ChoosePipelines(

@@ -14,11 +14,9 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 import jhost
 from benchmarks import cases, report
@@ -26,20 +24,18 @@ from benchmarks.axes import FSDP, Axes, along_tp
 from benchmarks.case import Case, types_of
 from benchmarks.communication import AXIS, Streamed, Whole
 from benchmarks.layers import MODELS
+from benchmarks.run_file import separated
 from benchmarks.step.arms import hosted
-from benchmarks.step.predicted import KIND, SEQUENCES, as_with_cudnn
+from benchmarks.step.predicted import SEQUENCES, as_with_cudnn, milliseconds
 from benchmarks.step.programs import LAYERS, Step
-from jhost._call import program
-from jhost.lowering.cost.rates import rates_of
-from jhost.lowering.cost.simulate import predict
-from jhost.runtime.devices import Devices
-from jhost.testing import programs
 
 MESHES = (along_tp(2), along_tp(4), Axes(((FSDP, 2), (AXIS, 2))))
 PASSES = {"forward": False, "both passes": True}
 HEAD = ("program", "GPUs", "off, ms", "marked, ms", "found, ms", "found / marked")
 MOST = 1.02
-"""What found streams may take, as a share of what marked ones take."""
+"""The most time that found streams may take, as a share of the time of marked ones."""
+
+T = TypeVar("T")
 
 
 class Subject(NamedTuple):
@@ -60,7 +56,7 @@ class Times(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether found streams are about as good as marks, and no slower than none."""
+        """Whether found streams are about as fast as marks, and no slower than off."""
         return self.found <= MOST * self.marked and self.found <= self.off
 
 
@@ -120,7 +116,9 @@ def _layer(case: Case, backward: bool, marked: bool, how: Any, mesh: Any) -> Any
 def times(subject: Subject) -> Times:
     """What is predicted for a program."""
     off, auto, p2p, found = (
-        milliseconds(subject, marked, how)
+        milliseconds(
+            functools.partial(subject.make, marked, how), subject.axes, subject.types()
+        )
         for marked, how in (
             (False, "off"),
             (True, "auto"),
@@ -129,19 +127,6 @@ def times(subject: Subject) -> Times:
         )
     )
     return Times(off, min(auto, p2p), found)
-
-
-def milliseconds(subject: Subject, marked: bool, how: Any) -> float:
-    """What one call takes."""
-    axes = dict(subject.axes.sizes)
-    shape, names = tuple(axes.values()), tuple(axes)
-    mesh: Any = AbstractMesh(shape, names, (AxisType.Auto,) * len(axes))
-    there = Devices(platform="gpu", kind=KIND, count=subject.axes.devices, processes=1)
-    rates = rates_of(KIND)
-    assert rates is not None
-    with mock.patch.object(program, "devices_of", return_value=there):
-        made = programs(subject.make(marked, how, mesh), *subject.types())
-    return 1e3 * sum(predict(each, rates).total for each in made)
 
 
 def row(subject: Subject, found: Times) -> list[str]:
@@ -153,15 +138,25 @@ def row(subject: Subject, found: Times) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a row for each program as soon as it is known."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="8b,70b")
-    parser.add_argument("--part", default="1/1", help="such as 2/8: every eighth")
+    parser.add_argument("--models", type=separated(str), default=["8b", "70b"])
+    add_part(parser)
     arguments = parser.parse_args(argv)
-    part, parts = map(int, arguments.part.split("/"))
-    chosen = [*subjects(arguments.models.split(","))][part - 1 :: parts]
     print(report.table(HEAD, ()))
     with as_with_cudnn():
-        for subject in chosen:
-            print(f"| {' | '.join(row(subject, times(subject)))} |", flush=True)
+        for subject in arguments.part([*subjects(arguments.models)]):
+            print(report.row_text(row(subject, times(subject))), flush=True)
+
+
+def add_part(parser: argparse.ArgumentParser) -> None:
+    """Add `--part`; its value takes the part from all subjects."""
+    parser.add_argument(
+        "--part", type=_part, default="1/1", help="such as 2/8: every eighth"
+    )
+
+
+def _part(text: str) -> Callable[[list[T]], list[T]]:
+    part, parts = map(int, text.split("/"))
+    return lambda every: every[part - 1 :: parts]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks import report
 from benchmarks.axes import along_tp
+from benchmarks.run_file import separated
 from benchmarks.step import arms as of_layers, found
 from benchmarks.step.predicted import KIND, as_with_cudnn
 from benchmarks.step.records import stored
@@ -51,16 +52,16 @@ from jhost.lowering.rules.dim_rule import bind
 
 HEAD = ("program", "GPUs", "by bytes, ms", "jhost, ms", "jit's, ms", "jhost / best")
 MOST = 1.01
-"""What jhost's layouts may take, as a share of the best."""
+"""The most time that jhost's layouts may take, as a share of the best."""
 
 LEAST = 1 << 16
-"""Bytes of a value whose layout is asked for."""
+"""The layouts of smaller values, in bytes, are not asked for."""
 
 _UNOPTIMIZED = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Nobody runs what is compiled."""
+"""Options for a quick compilation: only the layouts are read, and nothing runs."""
 
 Specs: TypeAlias = dict[tuple[int, str], P]
 """How values lie, by the place of the program among `programs`, and by name."""
@@ -160,9 +161,9 @@ def kernels_of_zeros() -> Generator[None]:
 
 
 def constrained(program: Program, specs: Specs) -> Program:
-    """`program` with layouts for products and bodies of which the user says none.
+    """`program` with the layouts in `specs` for the results of products and bodies.
 
-    What stands between them lies as they do, or where it costs least.
+    Layouts that the user gives stay.  jhost decides those of all other values.
     """
     places = {id(each): n for n, each in enumerate(programs(program))}
 
@@ -314,26 +315,27 @@ def stored_cases() -> list[sizes.Case]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a row for each program as soon as it is known."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--of", default=",".join(SUBJECTS))
-    parser.add_argument("--part", default="1/1", help="such as 2/8: every eighth")
+    parser.add_argument("--of", type=separated(str), default=[*SUBJECTS])
+    found.add_part(parser)
     arguments = parser.parse_args(argv)
-    part, parts = map(int, arguments.part.split("/"))
-    every = [each for of in arguments.of.split(",") for each in SUBJECTS[of]()]
+    every = [each for of in arguments.of for each in SUBJECTS[of]()]
     print(report.table(HEAD, ()))
     with as_with_cudnn(), kernels_of_zeros():
-        for subject in every[part - 1 :: parts]:
+        for subject in arguments.part(every):
             mesh = subject.mesh()
             try:
                 found_times = times(subject.program(mesh), mesh)
             except jax.errors.JaxRuntimeError:
                 # As of cuDNN's attention along a sequence that is sharded.
-                print(f"| {subject.title} | - | jax.jit does not compile it |")
+                print(
+                    report.row_text([subject.title, "-", "jax.jit does not compile it"])
+                )
                 continue
             over = " !" * (found_times.ratio > MOST)
             axes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
             cells = [f"{each:.2f}" for each in found_times]
             cells.append(f"{found_times.ratio:.3f}{over}")
-            print(f"| {' | '.join([subject.title, axes, *cells])} |", flush=True)
+            print(report.row_text([subject.title, axes, *cells]), flush=True)
 
 
 if __name__ == "__main__":

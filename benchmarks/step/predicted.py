@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import report
-from benchmarks.axes import along_tp
-from benchmarks.communication import AXIS
+from benchmarks.axes import Axes, along_tp
 from benchmarks.layers import MODELS
 from benchmarks.step.arms import hosted
 from benchmarks.step.programs import LAYERS, Step
@@ -58,12 +58,22 @@ _FORMS = {"scan": "in a scan", "written": "written out"}
 
 
 def _milliseconds(step: Step, how: str, backward: bool) -> float:
-    mesh: Any = AbstractMesh((step.axes.tp,), (AXIS,), (AxisType.Auto,))
-    there = Devices(platform="gpu", kind=KIND, count=step.axes.tp, processes=1)
+    return milliseconds(
+        lambda mesh: hosted(how)(step, mesh, backward), step.axes, step.types()
+    )
+
+
+def milliseconds(
+    make: Callable[[Any], Any], axes: Axes, types: Sequence[jax.ShapeDtypeStruct]
+) -> float:
+    """What a call of the function that `make` gives for a mesh takes."""
+    sizes = tuple(size for _, size in axes.sizes)
+    mesh = AbstractMesh(sizes, axes.names, (AxisType.Auto,) * len(sizes))
+    there = Devices(platform="gpu", kind=KIND, count=axes.devices, processes=1)
     rates = rates_of(KIND)
     assert rates is not None
     with mock.patch.object(program, "devices_of", return_value=there):
-        made = programs(hosted(how)(step, mesh, backward), *step.types())
+        made = programs(make(mesh), *types)
     return 1e3 * sum(predict(each, rates).total for each in made)
 
 

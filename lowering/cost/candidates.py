@@ -15,7 +15,7 @@ from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.sections import Section
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice
@@ -201,7 +201,7 @@ class Evaluation:
         if pipeline is None and not given:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
-            yield dataclasses.replace(mark, unpipelined=True)
+            yield mark.without_loop()
         if pipeline in (None, "collective"):
             # Chunks hide nothing where a collective cannot run beside computation.
             beside = self.to_measure or self.known.collective.beside_compute
@@ -252,8 +252,7 @@ class Evaluation:
         program = with_marks(self.section.program, marks)
         text = _text(candidate)
         try:
-            for step in self.following:
-                program = step.apply(program)
+            program = through(self.following, program)
         except REFUSALS as refusal:
             self.refusals.append(left_out_text(text, first_line(refusal)))
             return None

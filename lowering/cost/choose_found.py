@@ -214,9 +214,7 @@ def _seconds(outcome: Outcome) -> float:
 def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
     """`mark` asking for what `way` asks for; None is no loop."""
     if way is None or way.unpipelined:
-        if mark.unpipelined and mark.spec.pipeline is None:
-            return mark
-        return dataclasses.replace(mark.with_spec(pipeline=None), unpipelined=True)
+        return mark.without_loop()
     return dataclasses.replace(
         way, buffer=mark.buffer, dim=mark.dim, lines=mark.lines, numbers=mark.numbers
     )

@@ -45,14 +45,14 @@ class ChooseLayouts:
         if not close:
             return program  # most programs end here
         found = self.finding.apply(program)
-        predicted = self.finding.predicted(found, self.rates)
+        predicted = self.finding.whole.predicted(found)
         # What moves is all that other layouts could save.
         if predicted.total - predicted.communication >= _GAIN * predicted.total:
             return found
         best, seconds = found, _GAIN * predicted.total
         for staying in close:
             other = self.finding.apply(where_stay(program, staying))
-            again = self.finding.predicted(other, self.rates).total
+            again = self.finding.whole.predicted(other).total
             if again < seconds:
                 best, seconds = _said(other, staying, again, predicted.total), again
         return best

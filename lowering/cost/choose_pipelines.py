@@ -96,17 +96,16 @@ class ChoosePipelines:
             return chosen
         others = [*marks]
         for number, mark in loops:
-            others[number] = without_loop(mark)
+            others[number] = mark.without_loop()
         without = self.whole.early(with_marks(program, others))
-        within = self.whole.in_order(chosen)
+        within = self.whole.predicted(chosen).total
         if within <= without:
             return chosen
         predicted = ((NOT_PIPELINED, without), ("pipelined", within))
         reason = ranking_text("predicted", predicted, ())
         for number, mark in loops:
-            mark = without_loop(mark)
             others[number] = dataclasses.replace(
-                mark, reason=reason, predicted=predicted
+                mark.without_loop(), reason=reason, predicted=predicted
             )
         return with_marks(program, others)
 
@@ -160,11 +159,6 @@ class ChoosePipelines:
         if len(between_processes(axes, reach)) == len(axes):
             return why_not_hidden(axes, reach, mesh)
         return ""
-
-
-def without_loop(mark: StreamChoice) -> StreamChoice:
-    """`mark` asking for no loop."""
-    return dataclasses.replace(mark.with_spec(pipeline=None), unpipelined=True)
 
 
 def _left_open(mark: StreamChoice, why_not: str) -> str:

@@ -15,11 +15,11 @@ from typing import ClassVar
 from jhost.lowering.cost.choose_permutes import by_permutes, kinds_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
-from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.simulate import working
 from jhost.lowering.ir.bodies import is_pipelined, statements, with_each_body
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftToXla
+from jhost.lowering.ir.remarks import LeftToXla, Prediction
 from jhost.lowering.ir.statements import Communicate
 
 _GAIN = 0.995
@@ -46,9 +46,7 @@ class ChooseSchedule:
     transfers: ChooseTransfers
 
     def apply(self, program: Program) -> Program:
-        ordered = program
-        for step in (*self.order, self.leave):
-            ordered = step.apply(ordered)
+        ordered = through((*self.order, self.leave), program)
         # Loops over chunks have gained over no loop already, or were asked for.
         fixed = is_pipelined(program) or has_own_kernels(program)
         moves = any(isinstance(stmt, Communicate) for stmt in statements(program))
@@ -64,8 +62,7 @@ class ChooseSchedule:
         rates, (cycles, transfers) = self.transfers.rates, self.order
         assert rates is not None
         ordered = with_each_body(cycles.apply(program), transfers.apply)
-        for step in self.transfers.units:
-            ordered = step.apply(ordered)
+        ordered = self.transfers.in_units(ordered)
         least = min(working(ordered, each) for _, each in kinds_of(rates))
         return min(_LEAST * least, *(written for _, written in self.written(program)))
 
@@ -77,18 +74,15 @@ class ChooseSchedule:
             if written < _GAIN * seconds:
                 predicted = written, in_order
                 left = LeftToXla(axes=(), early=early, predicted=predicted)
-                best, seconds = _remarked(program, left), written
+                remarks = (*program.remarks, left)
+                best = dataclasses.replace(program, remarks=remarks)
+                seconds = written
         return best
 
     def written(self, program: Program) -> Iterator[tuple[bool, float]]:
         """The seconds as XLA runs it, without and with options to begin early."""
         for early in (False, True) if self.transfers.may_begin_early else (False,):
-            yield early, self.seconds(program, early)
-
-    def seconds(self, program: Program, early: bool) -> float:
-        """How long a program takes that XLA partitions."""
-        left = LeftToXla(axes=(), early=early)
-        return self.transfers.seconds(_remarked(program, left))
+            yield early, self.transfers.seconds(program, early=early)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,23 +97,21 @@ class WholePrograms:
     loops: Sequence[FollowingPass]
     schedule: ChooseSchedule
 
-    def in_order(self, program: Program) -> float:
-        """The seconds of a program as jhost schedules it."""
+    def predicted(self, program: Program) -> Prediction:
+        """What a program takes in jhost's order, by the better kind of permutes."""
         transfers = self.schedule.transfers
         assert transfers.rates is not None
         scheduled = self.schedule.apply(self.with_loops(program))
         (_, predicted), *_ = by_permutes(transfers.in_units(scheduled), transfers.rates)
-        return predicted.total
+        return predicted
+
+    def at_least(self, program: Program) -> float:
+        """Seconds that a program takes in whatever order it gets."""
+        return self.schedule.at_least(self.with_loops(program))
 
     def early(self, program: Program) -> float:
         """The seconds as in `jax.jit`, with options that begin collectives early."""
-        return self.schedule.seconds(self.with_loops(program), early=True)
+        return self.schedule.transfers.seconds(self.with_loops(program), early=True)
 
     def with_loops(self, program: Program) -> Program:
-        for step in self.loops:
-            program = step.apply(program)
-        return program
-
-
-def _remarked(program: Program, report: LeftToXla) -> Program:
-    return dataclasses.replace(program, remarks=(*program.remarks, report))
+        return through(self.loops, program)

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from jhost._text import bytes_text
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.simulate import predict, seconds_in_bodies
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.display_names import display_name
@@ -226,16 +226,14 @@ class ChooseTransfers(EachProgram):
         before, after = (predict(p, self.rates).total - bodies for p in (made, other))
         return after < most * before
 
-    def seconds(self, program: Program) -> float:
-        """How long a program or a body takes."""
+    def seconds(self, program: Program, *, early: bool = False) -> float:
+        """How long a program or a body takes; `early` is as in `predict`."""
         assert self.rates is not None
-        return predict(self.in_units(program), self.rates).total
+        return predict(self.in_units(program), self.rates, early=early).total
 
     def in_units(self, program: Program) -> Program:
         """The program as it is timed."""
-        for step in self.units:
-            program = step.apply(program)
-        return program
+        return through(self.units, program)
 
 
 class _Forms:

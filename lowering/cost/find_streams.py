@@ -15,18 +15,17 @@ from typing import ClassVar
 
 from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
-from jhost.lowering.cost.choose_permutes import by_permutes
-from jhost.lowering.cost.choose_schedule import ChooseSchedule
+from jhost.lowering.cost.choose_schedule import WholePrograms
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.sections import Sections
 from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftStream, Prediction, Search
+from jhost.lowering.ir.remarks import LeftStream, Search
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
@@ -40,8 +39,7 @@ class FindStreams:
         layouts: the passes that lay out values, up to communications.
         loops: those behind them.  Cycles are not among them: they take longest, and
             move what stands in no loop over chunks.
-        whole: all that the chosen program goes through before its schedule.
-        schedule: what chooses the schedule of a program with loops, or without.
+        whole: what says how long whole programs take, with loops and without.
         rates: the rates of the devices; None where no stream is to be found.
     """
 
@@ -49,14 +47,13 @@ class FindStreams:
 
     layouts: Sequence[FollowingPass]
     loops: Sequence[FollowingPass]
-    whole: Sequence[FollowingPass]
-    schedule: ChooseSchedule
+    whole: WholePrograms
     rates: Rates | None
 
     @property
     def transfers(self) -> ChooseTransfers:
-        """What says which transfers stand beside work outside of loops."""
-        return self.schedule.transfers
+        """The pass that chooses which transfers stand beside work outside of loops."""
+        return self.whole.schedule.transfers
 
     def apply(self, program: Program) -> Program:
         if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
@@ -90,37 +87,20 @@ class FindStreams:
         Streams were weighed in their body or layer, with the layouts of all streams and
         without cycles.  Only the whole program says what they gain in the end.
         """
-        assert self.rates is not None
-        after = self.predicted(chosen, self.rates).total
+        after = self.whole.predicted(chosen).total
         # Whatever its order, a program takes most of its time in bodies.
-        if after <= self.schedule.at_least(self.unordered(program)):
+        if after <= self.whole.at_least(program):
             return chosen
-        before = self.predicted(program, self.rates).total
+        before = self.whole.predicted(program).total
         if after <= before:
             return chosen
         predicted = ((NOT_PIPELINED, before), ("pipelined", after))
         left = (LeftStream(lines=s.lines, predicted=predicted) for s in streams)
         return _remarked(program, Search(left=tuple(left)))
 
-    def predicted(self, program: Program, rates: Rates) -> Prediction:
-        """What the whole program takes, after all passes up to the schedule."""
-        program = self.schedule.apply(self.unordered(program))
-        for step in self.transfers.units:
-            program = step.apply(program)
-        (_, predicted), *_ = by_permutes(program, rates)
-        return predicted
-
-    def unordered(self, program: Program) -> Program:
-        """`program` with its layouts and loops, and no schedule."""
-        for step in self.whole:
-            program = step.apply(program)
-        return program
-
     def laid_out(self, program: Program) -> Program:
         """`program` with its layouts and communications."""
-        for step in self.layouts:
-            program = step.apply(program)
-        return program
+        return through(self.layouts, program)
 
     def weighed(
         self,

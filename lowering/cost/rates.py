@@ -107,7 +107,7 @@ class Rates:
 
     @property
     def overlaps(self) -> bool:
-        """Whether any transfer runs beside computation."""
+        """Whether transfers of some kind run beside computation."""
         return self.permute.beside_compute or self.collective.beside_compute
 
     def link(self, kind: CommunicationKind, axes: Iterable[str]) -> Link:
@@ -124,7 +124,7 @@ class Rates:
 
     @property
     def by_kernels(self) -> Rates:
-        """The rates where permutes are kernels of NCCL's, as collectives are."""
+        """The same rates, but permutes are kernels of NCCL, like collectives."""
         return dataclasses.replace(self, permute=self.collective, put=None)
 
     def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from jhost.lowering.ir.bodies import EachProgram, held_bodies, is_alike, with_each_body
@@ -25,6 +25,13 @@ class FollowingPass(Protocol):
     """A pass that lowers a candidate further."""
 
     def apply(self, program: Program) -> Program: ...
+
+
+def through(steps: Iterable[FollowingPass], program: Program) -> Program:
+    """What passes make of a program, one after another."""
+    for step in steps:
+        program = step.apply(program)
+    return program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

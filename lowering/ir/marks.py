@@ -81,6 +81,12 @@ class StreamChoice(OnLines):
         """The choice with another spec, which is its own but for the fields `said`."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **said))
 
+    def without_loop(self) -> StreamChoice:
+        """The choice of no loop; itself if it is that already."""
+        if self.unpipelined and self.spec.pipeline is None:
+            return self
+        return dataclasses.replace(self.with_spec(pipeline=None), unpipelined=True)
+
 
 @node
 class SerialMark:

@@ -91,7 +91,8 @@ class Preferences:
     ) -> list[str]:
         """Carry preferences from the consumers of values to their producers.
 
-        It returns the values whose preferences are other ones then.
+        Returns:
+            The values whose preferences changed.
         """
         targets, free_axes = self.snapshot()
         none = frozenset[str]()

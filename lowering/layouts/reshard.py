@@ -163,14 +163,11 @@ def _reduce_scatters(
 ) -> Iterator[ReshardStep]:
     """Onto one axis, or onto several at once that have one reducer."""
     reducers: dict[str, Reducer] = dict(partial)
-    for dim in range(len(source)):
-        lacking = _lacking(source, target, dim)
-        for count in range(1, len(lacking) + 1):
-            axes = lacking[:count]
-            reducer = reducers.get(axes[0])
-            # One collective has one reducer.
-            if reducer is None or reducers.get(axes[-1]) != reducer:
-                break
+    for dim, axes in _placed(source, target):
+        found: set[Reducer | None] = {reducers.get(axis) for axis in axes}
+        reducer = found.pop()
+        # One collective has one reducer.
+        if reducer is not None and not found:
             yield ReshardStep(
                 kind="ReduceScatter",
                 axes=axes,
@@ -198,22 +195,27 @@ def _all_to_alls(
     source: Layout, target: Layout, partial: Partial
 ) -> Iterator[ReshardStep]:
     """Along one axis, or along several at once that are the minor ones of a dim."""
+    for dim, axes in _placed(source, target):
+        for other, have in enumerate(source):
+            # Other axes cannot leave a dim without reordering its elements.
+            if have[-len(axes) :] == axes and other != dim:
+                left = _truncate(source, other, len(have) - len(axes))
+                yield ReshardStep(
+                    kind="AllToAll",
+                    axes=axes,
+                    dim=dim,
+                    source_dim=other,
+                    layout=_append(left, dim, axes),
+                    partial=partial,
+                )
+
+
+def _placed(source: Layout, target: Layout) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The dims that lack axes, each with the next axis and with several at once."""
     for dim in range(len(source)):
         lacking = _lacking(source, target, dim)
         for count in range(1, len(lacking) + 1):
-            axes = lacking[:count]
-            for other, have in enumerate(source):
-                # Other axes cannot leave a dim without reordering its elements.
-                if have[-count:] == axes and other != dim:
-                    left = _truncate(source, other, len(have) - count)
-                    yield ReshardStep(
-                        kind="AllToAll",
-                        axes=axes,
-                        dim=dim,
-                        source_dim=other,
-                        layout=_append(left, dim, axes),
-                        partial=partial,
-                    )
+            yield dim, lacking[:count]
 
 
 def _all_gathers(

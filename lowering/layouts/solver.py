@@ -196,16 +196,18 @@ class Solver:
         return made
 
     def forward_again(self, made: Decisions, preferred: Iterable[str]) -> bool:
-        """What `forward` would decide now, where only such values' preferences changed.
+        """Decide again as `forward` would, where only some values' preferences changed.
 
-        Whether any decision is another one than before.
+        Returns:
+            Whether any decision changed.
         """
         # Most rounds change a few of thousands of operations.
         params = [n for n, layout in self.given().items() if made.lay_out(n, layout)]
-        order = {self.makers[name] for name in preferred if name in self.makers}
-        order.update(number for name in params for number in self.readers.get(name, ()))
+        queued = {self.makers[name] for name in preferred if name in self.makers}
+        for name in params:
+            queued.update(self.readers.get(name, ()))
         changed = bool(params)
-        waiting = sorted(order)
+        waiting = sorted(queued)
         while waiting:
             number = heapq.heappop(waiting)
             assignment, before = self.cheapest(number, made), made.counted[number]
@@ -216,8 +218,8 @@ class Solver:
             # Others that read the same operand may share a move, or share it no longer.
             for name in {*laid_out, *(name for name, _ in moves)}:
                 for reader in self.readers.get(name, ()):
-                    if reader > number and reader not in order:
-                        order.add(reader)
+                    if reader > number and reader not in queued:
+                        queued.add(reader)
                         heapq.heappush(waiting, reader)
         return changed
 

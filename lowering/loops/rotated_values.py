@@ -144,6 +144,7 @@ class _Rotations:
 
     def merge(self, one: ValueName, other: ValueName) -> None:
         """Note that two values are the same, and so all that are the same as either."""
+        # SciPy's disjoint sets would do this, but take half a second to import.
         names = self.same[one]
         names |= self.same[other]
         self.same |= dict.fromkeys(names, names)

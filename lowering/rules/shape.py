@@ -78,22 +78,21 @@ def _common_steps(
             if steps > 1:
                 yield source, target, steps
             left, wanted = left // steps, wanted // steps
-            if left == wanted == 1:
-                break
-            if left == 1:
-                source = next(sources)
-                left = operand[source]
-            elif wanted == 1:
-                target = next(targets)
-                wanted = result[target]
-            else:
+            if 1 not in (left, wanted):
                 # No other part is contiguous in both shapes, up to the end of the run.
                 while left != wanted:
                     if left < wanted:
                         left *= operand[next(sources)]
                     else:
                         wanted *= result[next(targets)]
+            if left == wanted:
                 break
+            if left == 1:
+                source = next(sources)
+                left = operand[source]
+            else:
+                target = next(targets)
+                wanted = result[target]
 
 
 # --- Dims that come, go or change places --------------------------------------- #

@@ -214,7 +214,7 @@ class _Walk:
     def make_room(self, number: int) -> bool:
         """Wait for the first sums, as long as there is no room for what a block makes.
 
-        So that it has work beside it, the next round of a sum begins before the last.
+        The next round of a sum begins before the last work, which stands beside it.
 
         Returns:
             Whether it waited.

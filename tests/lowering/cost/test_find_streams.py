@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost._call import program as call_program
 from jhost.lowering.cost.candidates import Evaluation
-from jhost.lowering.cost.choose_schedule import ChooseSchedule
+from jhost.lowering.cost.choose_schedule import ChooseSchedule, WholePrograms
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.sections import Sections
@@ -292,8 +292,7 @@ def test_no_found_program_is_predicted_slower_than_the_one_without(data: Any) ->
     found, plain, written = (
         predict(run_passes(program, each.all), h200()).total for each in made
     )
-    finding = made[1].finding
-    assert finding.schedule.at_least(finding.unordered(program)) <= plain
+    assert made[1].finding.whole.at_least(program) <= plain
     assert found <= plain
     # At most a program in order is kept that takes 0.5 % more than as in `jax.jit`.
     assert plain <= written / 0.995
@@ -371,7 +370,7 @@ def test_streams_that_lose_in_the_whole_program_are_left() -> None:
     assert any(map(stream_choices, programs(searching.apply(program))))
     slower = [Prediction(total=2e-3), Prediction(total=1e-3)]
     with (
-        mock.patch.object(FindStreams, "predicted", side_effect=slower),
+        mock.patch.object(WholePrograms, "predicted", side_effect=slower),
         mock.patch.object(ChooseSchedule, "at_least", return_value=0.0),
     ):
         left = every(h200()).finding.apply(program)
@@ -384,7 +383,7 @@ def test_streams_that_lose_in_the_whole_program_are_left() -> None:
 def test_a_clear_gain_needs_no_order_for_the_program_without() -> None:
     program = built(gradients(unmarked), *types(2 * ROWS), tp=2)
     predicted = mock.Mock(return_value=Prediction(total=1e-6))
-    with mock.patch.object(FindStreams, "predicted", predicted):
+    with mock.patch.object(WholePrograms, "predicted", predicted):
         found = every(h200()).finding.apply(program)
     assert any(map(stream_choices, programs(found)))
     assert predicted.call_count == 1  # of the program with loops
