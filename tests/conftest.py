@@ -7,6 +7,8 @@ import gc
 import importlib.metadata
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from jax.experimental.compilation_cache import compilation_cache
 pytest_plugins = ["jhost.pytest_plugin"]
 
 GOLDEN = Path(__file__).parent / "golden"
+COMPILED = pytest.StashKey[str]()  # the folder of compiled programs
 
 # A promotion that was not meant shows as an error.  Code that is not ours and needs
 # another mode is called under `jax.numpy_dtype_promotion("standard")`.
@@ -73,7 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--keep-compiled",
         action="store_true",
-        help="keep what XLA compiles in pytest's cache for the next run with this",
+        help="keep what XLA compiles in pytest's cache for the next run with this "
+        "(default: for the workers of this run)",
     )
     group.addoption(
         "--other-programs",
@@ -106,8 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist is always told what to run.
     given: Any = getattr(config, "workerinput", {})
     config.option.variants = given.get("variants", config.option.variants)
-    if config.getoption("keep_compiled"):
-        _keep_compiled(config.cache.mkdir("xla"))
+    config.stash[COMPILED] = given.get("compiled") or _folder_of_compiled(config)
+    _share_compiled(config.stash[COMPILED])
     examples: Any = config.getoption("--examples")
     others: Any = config.getoption("--other-programs")
     hypothesis.settings.register_profile(
@@ -129,15 +133,32 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def _keep_compiled(folder: Path) -> None:
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+def _folder_of_compiled(config: pytest.Config) -> str:
+    if config.getoption("keep_compiled"):
+        return str(config.cache.mkdir("xla"))
+    folder = tempfile.mkdtemp(prefix="jhost-compiled-")
+    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    return folder
+
+
+def _share_compiled(folder: str) -> None:
+    """What one test compiled, no other compiles again, in whatever worker.
+
+    Half of all that tests ask of XLA was asked before: operations alone, operands that
+    go to their devices, what is compared.  Names are in the key, as tests read them in
+    compiled programs; lines are not in the programs, as no test reads them there.
+    """
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["variants"] = node.config.option.variants
+    node.workerinput["compiled"] = node.config.stash[COMPILED]
 
 
 # The stages whose code asks nothing of JAX that its versions answer differently.  What
