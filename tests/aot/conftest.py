@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -21,15 +20,6 @@ CUDNN: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 # What XLA knows of an H200, as JAX 0.11.2 wrote it on one; 0.12 reads it as well.
 TARGET = Path(__file__).parents[1] / "targets" / "h200.pbtxt"
-
-
-@pytest.fixture(autouse=True, scope="module")  # before what a module compiles once
-def optimized() -> Iterator[None]:
-    """All of XLA's passes: what they make of a schedule is what is tested here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
