@@ -27,8 +27,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
             "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         ]
     )
-# Kernels for GPUs that are not there never run.  XLA's text and the memory are the same to
-# the byte, whatever is made of kernels (layers in a scan with their gradients, 0.12).
+# Kernels for GPUs that are not there never run.  XLA's text and the memory are the same
+# to the byte, whatever is made of kernels (gradients of a scan over layers, JAX 0.12).
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] += " --xla_gpu_disable_gpuasm_optimizations=true"
 # XLA of JAX 0.10 compiles small programs in two thirds of the time without the emitters
