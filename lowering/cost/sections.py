@@ -17,6 +17,7 @@ from typing import Any
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.effects import read_and_made, reads_writes
+from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
@@ -55,12 +56,6 @@ class Section:
         }
 
 
-def _makers(program: Program) -> Mapping[str, int]:
-    """By value, the number of the statement that makes it."""
-    body = enumerate(program.body)
-    return {buffer.name: n for n, s in body for buffer in reads_writes(s)[1]}
-
-
 def _border(program: Program) -> set[str]:
     return {buffer.name for buffer in (*program.params, *program.results)}
 
@@ -87,7 +82,10 @@ class Sections:
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
-        self.makers = [_makers(each) for each in self.programs]
+        self.makers = [
+            makers_of((b.name for b in reads_writes(stmt)[1]) for stmt in each.body)
+            for each in self.programs
+        ]
 
     def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
         """The section in which to evaluate some marks alike, with `marks`.

@@ -58,7 +58,7 @@ class Graph(tuple[Node, ...]):
     @functools.cached_property
     def makers(self) -> Mapping[str, int]:
         """By value, the node that makes it."""
-        return {b.name: n for n, node in enumerate(self) for b in node.writes}
+        return makers_of((b.name for b in node.writes) for node in self)
 
     @functools.cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
@@ -76,7 +76,19 @@ class Graph(tuple[Node, ...]):
         return dependencies(self)
 
 
+def makers_of(written: Iterable[Iterable[str]]) -> dict[str, int]:
+    """By value, the last that writes it, of some things in order that write values."""
+    return {name: number for number, names in enumerate(written) for name in names}
+
+
 Group: TypeAlias = Sequence[Node]
+
+
+def written_by(nodes: Iterable[Node]) -> Iterator[str]:
+    """The values that some nodes make."""
+    return (buffer.name for node in nodes for buffer in node.writes)
+
+
 ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
 """Whether two groups may merge; the members of each have merged already.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.layouts.solve import Solution
@@ -31,11 +32,7 @@ class Gathers:
 
     def __init__(self, solution: Solution) -> None:
         self.solution = solution
-        self.makers = {
-            name: (number, position)
-            for number, op in enumerate(solution.operations)
-            for position, name in enumerate(op.outs)
-        }
+        self.makers = makers_of(op.outs for op in solution.operations)
 
     def of(self, number: int) -> Iterator[tuple[int, int, Gathered]]:
         """The gathers for an operation's whole dims, with operand and dim of each."""
@@ -61,12 +58,12 @@ class Gathers:
         while waiting and steps:
             steps -= 1
             (name, dim) = waiting.pop()
-            number, position = self.makers.get(name, (-1, 0))
+            number = self.makers.get(name, -1)
             op = self.solution.operations[number]
             # A contraction has reasons of its own, and so has a border of a body.
             if number < 0 or op.reduces or not isinstance(op.stmt, Compute):
                 continue
-            mapped = op.results[position][dim]
+            mapped = op.results[op.outs.index(name)][dim]
             for source, place in _along(op, mapped.factor) if mapped else ():
                 lost = {*self.solution.layouts[op.ins[source]][place]}
                 if lost - spread - self._spread(number):

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
+from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.layout import Layout, replicated
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
 from jhost.lowering.ir.operation import (
@@ -97,11 +98,10 @@ class Solver:
         self.kept: str | None = None
         """A mesh axis over which activations stay while layouts are decided."""
         self.readers: dict[str, list[int]] = {}
-        self.makers: dict[str, int] = {}
+        self.makers = makers_of(op.outs for op in self.operations)
         for number, op in enumerate(self.operations):
             for name in decided_by(op):
                 self.readers.setdefault(name, []).append(number)
-            self.makers.update(dict.fromkeys(op.outs, number))
 
     def fixed_point(self) -> Decisions:
         """The best fixed point; whole values are made in parts if no more moves."""

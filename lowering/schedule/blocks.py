@@ -9,12 +9,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import Aliases, reads_writes, written
+from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, OWN
-from jhost.lowering.rules.properties import VIEWS
 from jhost.lowering.schedule.barriers import Barriers
+from jhost.lowering.schedule.cheap import (
+    bytes_in,
+    can_wait,
+    is_cheap,
+    is_in_place,
+    makers_and_along,
+    may_go_along,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +66,7 @@ class StatementBlocks:
         self.allocated = {
             stmt.buffer.name for stmt in program.body if isinstance(stmt, ir.Allocate)
         }
-        self.maker = {
-            name: number
-            for number, block in enumerate(self.all)
-            for name in block.writes
-        }
+        self.maker = makers_of(block.writes for block in self.all)
 
     def _block(self, stmts: Sequence[ir.Stmt]) -> StatementBlock:
         reads, writes = set[str](), set[str]()
@@ -79,7 +83,7 @@ class StatementBlocks:
             writes=frozenset(writes),
             contracts=product,
             works=product or any(isinstance(stmt, _LOOPS) for stmt in stmts),
-            can_wait=not product and _can_wait(stmts[0]),
+            can_wait=not product and can_wait(stmts[0]),
         )
 
     def _names(self, buffers: Iterable[ir.Buffer]) -> set[str]:
@@ -123,19 +127,12 @@ class StatementBlocks:
         The blocks along with it are cheap ones, behind all of the first kind.  They are
         issued with the transfer.
         """
-        behind, along = set[int](), set[int]()
-        waiting = list(self._names([stmt.source]))
-        while waiting:
-            number = self.maker.get(waiting.pop())
-            if number is None or number in along:
-                continue
-            if self.goes_along(number):
-                along.add(number)
-                waiting += self.all[number].reads
-            else:
-                behind.add(number)
-        # Cheap blocks before the last maker are before the transfer in any case.
-        return behind, sorted(n for n in along if n > max(behind, default=-1))
+        return makers_and_along(
+            self._names([stmt.source]),
+            self.maker,
+            self.goes_along,
+            lambda number: self.all[number].reads,
+        )
 
     def waited_for(self, numbers: Iterable[int]) -> set[int]:
         """The blocks that others are made of by such as can wait."""
@@ -152,18 +149,9 @@ class StatementBlocks:
     def goes_along(self, number: int) -> bool:
         """Whether a block is cheap, and makes no more bytes than it reads."""
         stmt = self.all[number].stmt
-        if isinstance(stmt, ir.Select):
-            return True
         # Other statements write to the same memory, and their order must stay.
-        if not all(map(self._is_whole, reads_writes(stmt)[1])):
-            return False
-        if not isinstance(stmt, ir.Compute):
-            return isinstance(stmt, ir.Set)
-        if stmt.reducer or not all(map(_is_cheap, stmt.unit.eqns)):
-            return False
-        views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
-        numbers = not any(out.shape for out in stmt.outs)  # scalars, such as an index
-        return views or numbers or _bytes(stmt.outs) <= _bytes(stmt.ins)
+        alone = all(map(self._is_whole, reads_writes(stmt)[1]))
+        return isinstance(stmt, ir.Select) or (alone and may_go_along(stmt))
 
     def makes(self, number: int) -> int:
         """The bytes that a block computes, or 0 if all that it computes is cheap.
@@ -173,15 +161,15 @@ class StatementBlocks:
         stmt = self.all[number].stmt
         if not isinstance(stmt, ir.Compute):
             return 0
-        if all(_is_cheap(eqn) or _is_in_place(eqn) for eqn in stmt.unit.eqns):
+        if all(is_cheap(eqn) or is_in_place(eqn) for eqn in stmt.unit.eqns):
             return 0
-        return _bytes(stmt.outs)
+        return bytes_in(stmt.outs)
 
     def fuses(self, number: int) -> bool:
         """Whether a block is cheap, so that XLA computes it where it is read."""
         stmt = self.all[number].stmt
         if isinstance(stmt, ir.Compute):
-            return all(map(_is_cheap, stmt.unit.eqns))
+            return all(map(is_cheap, stmt.unit.eqns))
         return isinstance(stmt, ir.Select | ir.Wait)
 
     # --- Behind it ------------------------------------------------------------ #
@@ -260,42 +248,6 @@ def work_of(product: ir.Compute) -> int:
 
 
 _LOOPS = ir.For | ir.Scan | ir.While | ir.Cond
-
-
-def _can_wait(stmt: ir.Stmt) -> bool:
-    """Whether a statement can run later without any effect but on values."""
-    if isinstance(stmt, ir.Set):
-        return True
-    return (
-        isinstance(stmt, ir.Compute)
-        and not stmt.reducer
-        and not any(eqn.eqn.effects for eqn in stmt.unit.eqns)
-    )
-
-
-_PARTS = VIEWS | {"dynamic_slice", "slice"}
-"""Primitives that take parts of a value, or see it in another shape."""
-
-
-def _is_cheap(eqn: ir.UnitEqn) -> bool:
-    """Whether an equation works on one element at a time, and has no effects."""
-    rule = eqn.rule
-    if rule.contracts or rule.reduces or rule.is_closed or eqn.eqn.effects:
-        return False
-    if eqn.eqn.primitive.name in _PARTS:
-        return True
-    # A sort, a cumulative sum or a lookup of rows needs some dim as a whole.
-    whole = any(None in dims for dims in rule.results)
-    return not (whole or rule.picked or rule.updates)
-
-
-def _is_in_place(eqn: ir.UnitEqn) -> bool:
-    """Whether an equation writes a part of a value, as XLA does without a copy."""
-    return eqn.eqn.primitive.name == "dynamic_update_slice"
-
-
-def _bytes(buffers: Sequence[ir.Buffer]) -> int:
-    return sum(map(bytes_of, buffers))
 
 
 def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import Crossing, scan_border, with_scan_border
 from jhost.lowering.ir.effects import read_and_made
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -53,9 +54,8 @@ def with_once(program: Program, once: Once) -> tuple[Program, ir.Scan]:
 
 def _gathered(once: Once, names: FreshNames) -> tuple[list[ir.Stmt], list[ir.Buffer]]:
     """The statements that gather, and the gathered values."""
-    # The consts come first among the params of a body.
-    pairs = zip(once.scan.body.params, once.scan.consts, strict=False)
-    known = {param.name: const for param, const in pairs}
+    border = scan_border(once.scan)
+    known = {inside.name: outside for outside, inside in border.consts}
     body: list[ir.Stmt] = []
     came: list[ir.Buffer] = []
     for each in once.gathers:
@@ -68,15 +68,14 @@ def _gathered(once: Once, names: FreshNames) -> tuple[list[ir.Stmt], list[ir.Buf
 
 def _that_reads(came: Sequence[ir.Buffer], once: Once) -> ir.Scan:
     """The scan with the gathered values as further constants."""
-    scan, first = once.scan, len(once.scan.consts)
-    params = scan.body.params
+    border = scan_border(once.scan)
     # The params have the names that the gathers' results had in the body, so its other
     # statements stay as they are.
-    outs = (stmt.out for stmt in once.stmts)
-    body = dataclasses.replace(
-        scan.body, params=(*params[:first], *outs, *params[first:]), body=once.core
-    )
-    return dataclasses.replace(scan, body=body, consts=(*scan.consts, *came))
+    more = map(Crossing, came, (stmt.out for stmt in once.stmts))
+    consts = (*border.consts, *more)
+    body = dataclasses.replace(once.scan.body, body=once.core)
+    border = dataclasses.replace(border, consts=consts)
+    return with_scan_border(once.scan, body, border)
 
 
 def _reads(gather: Early) -> set[str]:

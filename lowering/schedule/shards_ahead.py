@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW
-from jhost.lowering.ir.graph import Group, Node
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.graph import Group, Node, makers_of, written_by
 from jhost.lowering.ir.operation import has_contraction
+from jhost.lowering.schedule.cheap import makers_and_along, may_go_along
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.schedule.whole_shards import products_of
 
@@ -44,12 +43,7 @@ class WorkAhead:
     ) -> None:
         self.groups, self.contractions = groups, contractions
         self.works = [n for n, group in enumerate(groups) if self.is_work(group)]
-        self.makers = {
-            buffer.name: number
-            for number, group in enumerate(groups)
-            for node in group
-            for buffer in node.writes
-        }
+        self.makers = makers_of(map(written_by, groups))
 
     def is_work(self, group: Group) -> bool:
         """Whether a group takes long enough to hide a transfer, and keeps its place."""
@@ -69,32 +63,21 @@ class WorkAhead:
             others = [each for each in moved if each is not node]
             if not others or not products_of(node, others, work):
                 continue
-            ready, along = self.source(node)
+            source = [node.reads[0].name]
+            makers, along = makers_and_along(
+                source, self.makers, self.goes_along, self.reads
+            )
+            ready = max(makers, default=-1)
             first = next((number for number in before if number > ready), None)
             if first is not None:
                 some = tuple(self.groups[number] for number in along if number > first)
                 yield IssuedAhead(node, loop, self.groups[first], some)
 
-    def source(self, transfer: Node) -> tuple[int, list[int]]:
-        """The last group that a source waits for, and the cheap groups that make it."""
-        ready, along = -1, set[int]()
-        waiting = [transfer.reads[0].name]
-        while waiting:
-            number = self.makers.get(waiting.pop())
-            if number is None or number in along:
-                continue
-            if self.goes_along(self.groups[number]):
-                along.add(number)
-                waiting += [buffer.name for buffer in self.groups[number][0].reads]
-            else:
-                ready = max(ready, number)
-        return ready, sorted(along)
+    def reads(self, number: int) -> list[str]:
+        """The values that a group reads."""
+        return [buffer.name for node in self.groups[number] for buffer in node.reads]
 
-    def goes_along(self, group: Group) -> bool:
-        """Whether a group is cheap, and makes no more bytes than it reads."""
-        (node, *_), stmt = group, group[0].stmt
-        if isinstance(stmt, ir.Communicate) or group[0] in self.contractions.every:
-            return False
-        cheap = isinstance(stmt, ir.Set) or self.contractions.can_wait(group)
-        made, read = (sum(map(bytes_of, some)) for some in (node.writes, node.reads))
-        return cheap and made <= read
+    def goes_along(self, number: int) -> bool:
+        """Whether a group is one cheap statement, and makes no more than it reads."""
+        group = self.groups[number]
+        return self.contractions.can_wait(group) and may_go_along(group[0].stmt)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Group, Node, makers_of, written_by
 from jhost.lowering.ir.operation import has_contraction
-from jhost.lowering.ir.statements import Communicate, Compute
+from jhost.lowering.ir.statements import Communicate
+from jhost.lowering.schedule.cheap import can_wait
 
 _TRANSFERS = 2
 """The contractions that are ready are shared by so many transfers.
@@ -56,7 +57,7 @@ class WaitingContractions:
 
     def made_last(self, groups: Sequence[Group]) -> list[Group]:
         """For each contraction, the last of the groups that make an operand of it."""
-        makers = {name: n for n, group in enumerate(groups) for name in _written(group)}
+        makers = makers_of(map(written_by, groups))
         found = {
             max((makers[b.name] for b in node.reads if b.name in makers), default=-1)
             for node in self.every
@@ -89,14 +90,8 @@ class WaitingContractions:
         (node, *more), stmt = group, group[0].stmt
         if more or node.barrier or id(node) in self.in_loops:
             return False
-        if isinstance(stmt, Communicate):
-            return True
-        return (
-            isinstance(stmt, Compute)
-            and not has_contraction(stmt)
-            and not stmt.reducer
-            and not any(each.eqn.effects for each in stmt.unit.eqns)
-        )
+        communicates = isinstance(stmt, Communicate)
+        return communicates or (can_wait(stmt) and not has_contraction(stmt))
 
     def late(self) -> set[str]:
         """The values of waiting contractions, and the values made of these."""
@@ -130,4 +125,4 @@ def _read(group: Group) -> set[str]:
 
 
 def _written(nodes: Iterable[Node]) -> set[str]:
-    return {buffer.name for node in nodes for buffer in node.writes}
+    return {*written_by(nodes)}

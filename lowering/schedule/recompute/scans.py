@@ -44,19 +44,19 @@ def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: LeastCut) 
         least: rewrites the bodies as a pair with the fewest bytes.
     """
     # By position, as the pair is a new one after each two scans that hand on less.
-    for here in scans_in(pair.first.eqns):
-        for there in scans_in(pair.second.eqns):
-            pair = with_less_stacked(pair, here, there, cost, least)
+    for first in scans_in(pair.first.eqns):
+        for second in scans_in(pair.second.eqns):
+            pair = with_less_stacked(pair, first, second, cost, least)
     return pair
 
 
 def with_less_stacked(
-    pair: Pair, here: int, there: int, cost: Callable[[Var], int], least: LeastCut
+    pair: Pair, first: int, second: int, cost: Callable[[Var], int], least: LeastCut
 ) -> Pair:
     """The two programs with the least between two scans of theirs, by position."""
-    if not (handed := _handed(pair, here, there)):
+    if not (handed := _handed(pair, first, second)):
         return pair
-    scans = _Scans(pair, here, there, handed)
+    scans = _Scans(pair, (first, second), handed)
     bodies = scans.bodies()
     return scans.joined(least(bodies, scans.costs(bodies, cost)))
 
@@ -70,27 +70,27 @@ def scans_in(eqns: Sequence[JaxprEqn]) -> list[int]:
     ]
 
 
-def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
-    """The results of one scan that are only for another, by operands of the other.
+def _handed(pair: Pair, first: int, second: int) -> dict[int, int]:
+    """The results of a first scan that are only for a second, by the second's operands.
 
-    The one scan stacks them, and the other reads their slices once.  Nothing else in
-    the second program reads them.
+    The first stacks them, and the second reads their slices once.  Nothing else in the
+    second program reads them.
     """
-    stacking, reading = pair.first.eqns[here], pair.second.eqns[there]
+    stacks, reads = pair.first.eqns[first], pair.second.eqns[second]
     # Slices of both are of the same iterations only if both run equally often.
-    if stacking.params["length"] != reading.params["length"]:
+    if stacks.params["length"] != reads.params["length"]:
         return {}
-    _, count = scan_counts(stacking)
-    ys = {y: n for n, y in enumerate(stacking.outvars) if n >= count}
-    first = sum(scan_counts(reading))
-    xs = {x: n for n, x in enumerate(reading.invars[first:], first)}
+    _, count = scan_counts(stacks)
+    ys = {y: n for n, y in enumerate(stacks.outvars) if n >= count}
+    before = sum(scan_counts(reads))
+    xs = {x: n for n, x in enumerate(reads.invars[before:], before)}
     # A stack that something else reads as a whole has to exist anyway.
-    reads, reads_there = _reads(pair.first), _reads(pair.second)
-    shared = {v for v, x in pair.handed if x not in xs or reads_there[x] > 1}
+    in_first, in_second = _reads(pair.first), _reads(pair.second)
+    shared = {v for v, x in pair.handed if x not in xs or in_second[x] > 1}
     return {
         xs[x]: ys[value]
         for value, x in pair.handed
-        if value in ys and value not in shared and not reads[value]
+        if value in ys and value not in shared and not in_first[value]
     }
 
 
@@ -106,57 +106,57 @@ def _reads(program: Any) -> Counter[Any]:
 class _Scans:
     """A scan of the first program that stacks values for a scan of the second.
 
-    `handed` has, for operands of the other scan, the results of the one scan that they
-    are; both by number.
+    `places` says where they stand.  `handed` has, for operands of the second scan, the
+    results of the first that they are; both by number.
     """
 
     pair: Pair
-    here: int
-    there: int
+    places: tuple[int, int]
     handed: Mapping[int, int]
 
     @property
-    def stacking(self) -> JaxprEqn:
-        return self.pair.first.eqns[self.here]
+    def first(self) -> JaxprEqn:
+        return self.pair.first.eqns[self.places[0]]
 
     @property
-    def reading(self) -> JaxprEqn:
-        return self.pair.second.eqns[self.there]
+    def second(self) -> JaxprEqn:
+        return self.pair.second.eqns[self.places[1]]
 
     @property
-    def kept(self) -> list[int]:
-        """The results of the one scan that are not for the other alone."""
+    def own_results(self) -> list[int]:
+        """The results of the first scan that are not for the second alone."""
         handed = set(self.handed.values())
-        return [n for n in range(len(self.stacking.outvars)) if n not in handed]
+        return [n for n in range(len(self.first.outvars)) if n not in handed]
 
     @property
-    def left(self) -> list[int]:
-        """The operands of the other scan that are not from the one."""
-        return [n for n in range(len(self.reading.invars)) if n not in self.handed]
+    def own_operands(self) -> list[int]:
+        """The operands of the second scan that are not from the first."""
+        return [n for n in range(len(self.second.invars)) if n not in self.handed]
 
     def bodies(self) -> Pair:
-        one = inline_plain_calls(self.stacking.params["jaxpr"])
-        other = inline_plain_calls(self.reading.params["jaxpr"])
-        results = tuple(one.outvars[n] for n in self.kept)
-        operands = tuple(other.invars[n] for n in self.left)
+        first = inline_plain_calls(self.first.params["jaxpr"])
+        second = inline_plain_calls(self.second.params["jaxpr"])
+        results = tuple(first.outvars[n] for n in self.own_results)
+        operands = tuple(second.invars[n] for n in self.own_operands)
+        handed = ((first.outvars[y], second.invars[x]) for x, y in self.handed.items())
         return Pair(
-            dataclasses.replace(one, outvars=results),
-            dataclasses.replace(other, invars=operands),
-            tuple((one.outvars[y], other.invars[x]) for x, y in self.handed.items()),
+            dataclasses.replace(first, outvars=results),
+            dataclasses.replace(second, invars=operands),
+            tuple(handed),
             self.pair.by_policy,
         )
 
     def costs(self, bodies: Pair, cost: Callable[[Var], int]) -> dict[Var, int]:
-        """The bytes in an iteration that passing what the one scan has takes.
+        """The bytes in an iteration that passing what the first scan has takes.
 
         Constants and slices exist outside, and so do stacks that others read.  A
         carried value would have to be stacked.
         """
-        consts, count = scan_counts(self.stacking)
+        consts, count = scan_counts(self.first)
         # A scan of length 0 has bodies, too.
-        length = max(1, self.stacking.params["length"])
-        outside = [*self.stacking.invars]
-        outside += [self.stacking.outvars[n] for n in self.kept[count:]]
+        length = max(1, self.first.params["length"])
+        outside = [*self.first.invars]
+        outside += [self.first.outvars[n] for n in self.own_results[count:]]
         inside = [*bodies.first.invars, *bodies.first.outvars[count:]]
         costs = {
             var: 0 if isinstance(atom, Literal) else math.ceil(cost(atom) / length)
@@ -171,55 +171,52 @@ class _Scans:
 
     def joined(self, bodies: Pair) -> Pair:
         """The two programs with scans of these bodies."""
-        stack = _Stack(self.stacking, self.kept, bodies)
+        stack = _Stack(self.first, self.own_results, bodies)
         taken = [stack.taken(value, inside) for value, inside in bodies.handed]
         read = self.read(bodies.second)
         same = {t.inside: read[t.place] for t in taken if t.place in read}
         taken = [t for t in taken if t.inside not in same]
-        gone = {self.reading.invars[n] for n in self.handed}
+        gone = {self.second.invars[n] for n in self.handed}
         handed = [each for each in self.pair.handed if each[1] not in gone]
         handed += [(t.whole, t.operand) for t in taken if isinstance(t.operand, Var)]
+        second = self.with_operands(taken, bodies.second, same)
         return self.pair.with_eqns(
-            _with(self.pair.first.eqns, self.here, stack.scan()),
-            _with(
-                self.pair.second.eqns,
-                self.there,
-                self.taking(taken, bodies.second, same),
-            ),
+            _with(self.pair.first.eqns, self.places[0], stack.scan()),
+            _with(self.pair.second.eqns, self.places[1], second),
             tuple(handed),
         )
 
     def read(self, body: FlatJaxpr) -> dict[tuple[Any, bool], Var]:
-        """The constants and slices that the other scan's body reads, by what they are.
+        """The constants and slices that the second's body reads, by what they are.
 
         A value of the first program, and whether it is a slice of it.
         """
-        first, count = scan_counts(self.reading)
+        consts, count = scan_counts(self.second)
         values = {operand: value for value, operand in self.pair.handed}
         return {
-            (values.get(atom, atom), n >= first + count): var
-            for n, var in zip(self.left, body.invars, strict=True)
-            if not first <= n < first + count
-            and not isinstance(atom := self.reading.invars[n], Literal)
+            (values.get(atom, atom), n >= consts + count): var
+            for n, var in zip(self.own_operands, body.invars, strict=True)
+            if not consts <= n < consts + count
+            and not isinstance(atom := self.second.invars[n], Literal)
         }
 
-    def taking(
+    def with_operands(
         self, taken: Sequence[_Taken], body: FlatJaxpr, same: Mapping[Var, Var]
     ) -> JaxprEqn:
-        """The other scan, with a body that takes these values instead.
+        """The second scan, with a body that takes these values instead.
 
         It reads others instead of those that are the `same`.  New constants come before
         the old ones, and new slices behind the old ones.
         """
         # JAX's transpose of a scan (0.10 to 0.12) expects constants and slices that it
         # does not differentiate by at these ends.
-        scan = self.reading
-        first, count = scan_counts(scan)
-        old = dict(zip(self.left, body.invars, strict=True))
+        scan = self.second
+        before, count = scan_counts(scan)
+        old = dict(zip(self.own_operands, body.invars, strict=True))
         consts = [(t.operand, t.inside) for t in taken if not t.sliced]
-        consts += [(scan.invars[n], var) for n, var in old.items() if n < first]
-        carry = [var for n, var in old.items() if first <= n < first + count]
-        xs = [(scan.invars[n], var) for n, var in old.items() if n >= first + count]
+        consts += [(scan.invars[n], var) for n, var in old.items() if n < before]
+        carry = [var for n, var in old.items() if before <= n < before + count]
+        xs = [(scan.invars[n], var) for n, var in old.items() if n >= before + count]
         xs += [(t.operand, t.inside) for t in taken if t.sliced]
         inside = [*(var for _, var in consts), *carry, *(var for _, var in xs)]
         new = rewritten(
@@ -266,13 +263,13 @@ class _Taken:
 
 
 class _Stack:
-    """A scan with a new body, which stacks what the other scan's body reads."""
+    """A first scan with a new body, which stacks what the second one's body reads."""
 
-    def __init__(self, old: JaxprEqn, kept: Sequence[int], bodies: Pair) -> None:
+    def __init__(self, old: JaxprEqn, results: Sequence[int], bodies: Pair) -> None:
         first, (consts, count) = bodies.first, scan_counts(old)
         self.old, self.body, self.carried = old, first, first.outvars[:count]
         self.constants = dict(zip(first.invars, old.invars[:consts], strict=False))
-        outside = [old.outvars[n] for n in kept[count:]]
+        outside = [old.outvars[n] for n in results[count:]]
         self.ys = list(zip(first.outvars[count:], outside, strict=True))
         sliced = slice(consts + count, None)
         xs = zip(first.invars[sliced], old.invars[sliced], strict=True)

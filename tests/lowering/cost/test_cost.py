@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost._text import seconds_text
+from jhost.lowering.cost.exposed import transfer_times
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
 from jhost.lowering.cost.simulate import ends_of, predict
@@ -63,6 +64,12 @@ def gathered(pipeline: Any, rows: int = 8) -> Program:
 def only_unit(program: Program) -> Compute:
     (unit,) = [stmt for stmt in program.body if isinstance(stmt, Compute)]
     return unit
+
+
+def test_a_transfer_is_exposed_while_nothing_is_computed() -> None:
+    """Three shards come, each in 32 s; the product of a shard takes 24 s."""
+    (times,) = transfer_times(gathered("p2p"), RATES).values()
+    assert (times.seconds, times.exposed) == (3 * 32, 3 * 32 - 3 * 24)
 
 
 # --- Kernels ------------------------------------------------------------------------ #

@@ -422,8 +422,8 @@ def test_what_stands_behind_a_wait_comes_after_the_communication() -> None:
     assert named["sin"].invars[0] in barrier.outvars
 
 
-def test_a_part_that_came_is_put_in_place_behind_the_work_beside_its_transfer() -> None:
-    """Else XLA would wait for the transfer before that work."""
+def beside_work() -> list[JaxprEqn]:
+    """The equations of a transfer on its own stream, a sine beside it, and a reader."""
     own, moves = Stream(name="own"), Stream(name="moves")
     x, w = buffer("x: f32[1@tp, 8]"), buffer("w: f32[8, 2]")
     g, g_0, g_1 = (
@@ -456,12 +456,28 @@ def test_a_part_that_came_is_put_in_place_behind_the_work_beside_its_transfer() 
     )
     mesh = mesh_of(tp=2)
     host_ir = program(mesh, (x, w), (y, v), *body)
-    found = equations(host_ir, mesh, integers(2, 8), integers(8, 2))
+    return equations(host_ir, mesh, integers(2, 8), integers(8, 2))
+
+
+def test_a_part_that_came_is_put_in_place_behind_the_work_beside_its_transfer() -> None:
+    """Else XLA would wait for the transfer before that work."""
+    found = beside_work()
     (came,) = (e.outvars[0] for e in found if e.primitive.name == "ppermute")
     (worked,) = (e.outvars[0] for e in found if e.primitive.name == "sin")
     readers = [e for e in found if came in e.invars]
     assert {e.primitive.name for e in readers} == {"optimization_barrier"}
     assert any(worked in e.invars for e in readers)
+
+
+def test_what_was_sent_is_in_no_barrier_behind_its_wait() -> None:
+    """Else XLA would keep all that was ever sent until the last barrier."""
+    found = beside_work()
+    (permute,) = (e for e in found if e.primitive.name == "ppermute")
+    barriers = [e for e in found if e.primitive.name == "optimization_barrier"]
+    behind = [e for e in barriers if found.index(e) > found.index(permute)]
+    (sent,), (came,) = permute.invars, permute.outvars
+    first = next(n for n, e in enumerate(behind) if came in e.invars)
+    assert not any(sent in e.invars for e in behind[first:])
 
 
 def test_the_stream_that_synchronizes_goes_on_after_the_other() -> None:

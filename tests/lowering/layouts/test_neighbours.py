@@ -70,6 +70,12 @@ def test_rows_of_neighbours_are_all_that_moves(
     assert _rows(fun) == rows * 3
 
 
+def test_each_of_eight_devices_sends_its_rows_to_its_mirror() -> None:
+    """On four or fewer, so many places further on is as many places back."""
+    program = exact(lambda x: x[::-1], integers(16, 3), **tp(8, (ROWS,), ROWS))
+    assert received(program) == 2 * 3
+
+
 def test_a_device_of_one_row_gets_rows_of_several_others() -> None:
     def mean(x: Array) -> Array:
         return lax.reduce_window(x, 0, lax.add, (3, 1), (1, 1), "SAME")

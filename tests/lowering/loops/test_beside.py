@@ -22,7 +22,14 @@ from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from jhost.lowering.loops import combine_small
 from tests import sums
 from tests.jhost.derived import backward
-from tests.lowering.on_mesh import communications, every_size, exact, on, tp
+from tests.lowering.on_mesh import (
+    communications,
+    every_size,
+    exact,
+    on,
+    program_of,
+    tp,
+)
 from tests.lowering.traced import array
 
 MODEL, HIDDEN = 4, 8
@@ -141,6 +148,17 @@ def test_a_cotangent_comes_beside_the_work_in_front_of_its_loop(devices: int) ->
 
     program = exact(gradients(f, 5), *operands(devices), **settled(devices))
     assert 0 not in hidden_by(program)
+
+
+def test_a_cotangent_comes_no_earlier_than_two_works_before_its_loop() -> None:
+    """It takes memory from then on.  Three blocks are computed again before its own."""
+
+    @jax.checkpoint
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return block(blocks(x, *weights[:6]), *weights[6:])
+
+    program = program_of(gradients(f, 9), *operands(4, 4), **settled(4, 4))
+    assert hidden_by(program)[:3] == [6] * 3
 
 
 def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:

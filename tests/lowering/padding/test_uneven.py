@@ -112,6 +112,18 @@ def test_rows_sharded_inside_and_gathered(rows: int, pipeline: str) -> None:
     assert len(loops(program)) == (not alone)
 
 
+def test_rows_over_axes_of_two_and_three_are_padded_for_both() -> None:
+    """7 rows become 12: of the next multiple of three there are no halves."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        halves = jhost.shard(x * 2, P("a"))
+        return (jhost.shard(halves + 1, P("b")) + halves) @ w
+
+    settings = on({"a": 2, "b": 3}, (P(), P()), P())
+    program = exact(f, array(7, 4), array(4, 2, seed=1), **settings)
+    assert any("padded from 7 to 12" in note for note in notes(program, "padded from"))
+
+
 def test_with_sharding_constraint_is_padded_alike() -> None:
     mesh = mesh_of(tp=4)
 
