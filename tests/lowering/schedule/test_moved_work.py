@@ -68,6 +68,27 @@ def test_a_weights_gradient_is_beside_what_the_layer_sends_on(loss: Any) -> None
     assert any("the gradient of" in each for each in said(made))
 
 
+@pytest.mark.usefixtures("moving")
+def test_no_sum_is_beside_a_scan_alone_because_its_product_moved() -> None:
+    """Its terms, and what comes, would be there in all iterations."""
+
+    def loss(head: jax.Array, x: jax.Array, layers: jax.Array) -> jax.Array:
+        y, _ = lax.scan(lambda x, w: (jnp.clip(x @ w, -1, 1), None), x, layers)
+        return jnp.sum(jnp.clip(y @ head, -1, 1) ** 2)
+
+    args = array(8, 16), array(64, 8, seed=1), array(3, 8, 8, seed=2)
+    specs = P(None, "t"), P("d"), P()
+    gradients = jax.grad(loss, (0, 1))
+    made = check(
+        gradients,
+        *args,
+        mesh=mesh_of(d=2, t=2),
+        in_shardings=specs,
+        out_shardings=specs[:2],
+    )
+    assert not said(made)
+
+
 # --- Statements --------------------------------------------------------------------- #
 
 
