@@ -112,6 +112,41 @@ def _by_while(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
     return lax.while_loop(lambda state: state[0] < last, body, (0, x))[1]
 
 
+@jax.custom_vjp
+def _with_vjp(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product whose gradients are those of the negative, and nothing's tangent."""
+    return _small(_product(x, w))
+
+
+def _pulled(kept: Any, cotangent: jax.Array) -> Any:
+    return jax.vjp(lambda x, w: _small(_product(x, w)), *kept)[1](-cotangent)
+
+
+_with_vjp.defvjp(lambda x, w: (_with_vjp(x, w), (x, w)), _pulled)
+
+
+@jax.custom_jvp
+def _with_jvp(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product whose tangents are those of the negative."""
+    return _small(_product(x, w))
+
+
+@_with_jvp.defjvp
+def _pushed(at: Any, tangents: Any) -> Any:
+    value, tangent = jax.jvp(lambda x, w: _small(_product(x, w)), at, tangents)
+    return value, -tangent
+
+
+def _by_checkpointed_branch(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+    again = jax.checkpoint(lambda x, u: _small(_product(x, u)))
+    return lax.cond(_any(x), lambda: again(x, w["down"]), lambda: again(-x, w["up"]))
+
+
+def _behind_a_barrier(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+    x, up = lax.optimization_barrier((x, w["up"]))
+    return _small(_product(x, up))
+
+
 def _normed(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
     return _small(x - jnp.sum(x, -1, keepdims=True, dtype=x.dtype)) * w["gain"].astype(
         x.dtype
@@ -139,10 +174,15 @@ _STEPS: Mapping[str, Layer] = {
     "checkpoint": lambda x, w: jax.checkpoint(lambda x, u: _small(_product(x, u)))(
         x, w["down"]
     ),
+    "checkpoint in cond": _by_checkpointed_branch,
+    "barrier": _behind_a_barrier,
+    "vjp": lambda x, w: _with_vjp(x, w["up"]),
+    "jvp": lambda x, w: _with_jvp(x, w["down"]),
     "weights": lambda x, w: x + jnp.sum(w["up"], dtype=w["up"].dtype).astype(x.dtype),
 }
 
 _WITH_GRADIENT = tuple(name for name in _STEPS if name != "while")
+_WITH_TANGENT = tuple(name for name in _WITH_GRADIENT if name != "vjp")
 
 _POLICIES = jax.checkpoint_policies
 
@@ -457,7 +497,8 @@ def scans(draw: st.DrawFn, taken: Sequence[str] = tuple(_TAKEN)) -> ScanCase:
     floats = ("float32", "float32", "bfloat16", "float16")
     dtype = one(*floats, *(("int32", "int8", "uint32") if forward else ()))
     length = one(*_LENGTHS)
-    steps = sorted(_STEPS) if forward else sorted(_WITH_GRADIENT)
+    pushed = "tangent" in of_case
+    steps = sorted(_STEPS if forward else _WITH_TANGENT if pushed else _WITH_GRADIENT)
     least = draw(
         st.lists(st.sampled_from(["up", "down", "both"]), min_size=1, max_size=1)
     )
