@@ -14,22 +14,10 @@ from typing import TypeAlias
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, ITERATIONS
 from jhost.lowering.ir.border import Crossing, scan_border, while_border
+from jhost.lowering.ir.names import SEPARATOR
 from jhost.lowering.ir.operation import Operation, operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import FactorDim
-
-SEPARATOR = "/"
-"""Ends each part of the path to a value in a body; no buffer's name has it."""
-
-
-def local_name(name: str) -> str:
-    """The name that a value has in its own program."""
-    return name.rpartition(SEPARATOR)[2]
-
-
-def path_of(name: str) -> str:
-    """The path to the body that a value is in."""
-    return name.rpartition(SEPARATOR)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

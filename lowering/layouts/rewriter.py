@@ -20,7 +20,7 @@ from jhost.lowering.ir.layout import (
     local_shape,
 )
 from jhost.lowering.ir.marks import BarrierMark, Mark
-from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.names import FreshNames, local_name
 from jhost.lowering.ir.operation import OperandWindow, Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
@@ -36,7 +36,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
-from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder, local_name
+from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder
 from jhost.lowering.layouts.halo import plan_halo
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.interned import Interned
