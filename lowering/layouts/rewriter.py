@@ -137,8 +137,7 @@ class Rewriter:
             for flat, leaves in zip(border.bodies, border.leaves, strict=True)
         ]
         # The first branch lays out a `cond`'s results; a `while` has its body last.
-        leaving = border.leaves[0 if isinstance(stmt, Cond) else -1]
-        outs, moved = self.results(leaving, stmt.outs)
+        outs, moved = self.results(border.outs, stmt.outs)
         self.body.append(with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)
 
