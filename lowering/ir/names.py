@@ -9,6 +9,19 @@ from collections.abc import Iterable
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import walk
 
+SEPARATOR = "/"
+"""Ends each part of the path to a value in a body; no buffer's name has it."""
+
+
+def local_name(name: str) -> str:
+    """The name that a value has in its own program."""
+    return name.rpartition(SEPARATOR)[2]
+
+
+def path_of(name: str) -> str:
+    """The path to the body that a value is in."""
+    return name.rpartition(SEPARATOR)[0]
+
 
 class FreshNames:
     """Hands out names that nobody has yet, close to the one asked for."""

@@ -14,22 +14,11 @@ from typing import TypeAlias
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, ITERATIONS
 from jhost.lowering.ir.border import Crossing, scan_border, while_border
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.names import SEPARATOR
 from jhost.lowering.ir.operation import Operation, operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import FactorDim
-
-SEPARATOR = "/"
-"""Ends each part of the path to a value in a body; no buffer's name has it."""
-
-
-def local_name(name: str) -> str:
-    """The name that a value has in its own program."""
-    return name.rpartition(SEPARATOR)[2]
-
-
-def path_of(name: str) -> str:
-    """The path to the body that a value is in."""
-    return name.rpartition(SEPARATOR)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +26,14 @@ class FlatBorder:
     """The border of one control flow statement, around each of its bodies.
 
     `enters` has, for each body, the operation for each of its params.  `leaves` has the
-    operation for each of its results.
+    operation for each of its results.  `outs` has those by which readers outside see
+    the results.
     """
 
     bodies: tuple[FlatBody, ...]
     enters: tuple[tuple[int, ...], ...]
     leaves: tuple[tuple[int, ...], ...]
+    outs: tuple[int, ...]
 
 
 FlatStep: TypeAlias = int | FlatBorder | None
@@ -179,7 +170,7 @@ class _Flattener:
             *self.leave(stmt, ways, border.carried, carried, taking=True),
             *self.leave(stmt, ways, border.ys, taking=True, stacked_out=True),
         )
-        return FlatBorder((body,), (enters,), (leaves,))
+        return FlatBorder((body,), (enters,), (leaves,), leaves)
 
     def while_loop(
         self, stmt: ir.While, inner: str, prefix: str, repeats: int
@@ -203,32 +194,65 @@ class _Flattener:
         body = self.body(stmt.body, way, repeats)
         leaves = self.leave(stmt, ways, border.carried, carried)
         return FlatBorder(
-            (condition, body), (into_condition, into_body), (answer, leaves)
+            (condition, body), (into_condition, into_body), (answer, leaves), leaves
         )
 
     def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> FlatBorder:
-        """All branches give their results in the layouts of the first branch."""
+        """All branches give a result in the layout of the first that works for it.
+
+        The gradient of a branch gives constants for what only other branches need.
+        """
         bodies: list[FlatBody] = []
         enters: list[tuple[int, ...]] = []
-        leaves: list[tuple[int, ...]] = []
         # All devices take one branch, so each device needs the whole index.
         chosen_by = self.cross(stmt, _named(prefix, [stmt.index]), [None])
         operands, outs = _named(prefix, stmt.operands), _names(prefix, stmt.outs)
-        for number, branch in enumerate(stmt.branches):
-            way = f"{inner}{number}{SEPARATOR}"
+        ways = [f"{inner}{number}{SEPARATOR}" for number in range(len(stmt.branches))]
+        for way, branch in zip(ways, stmt.branches, strict=True):
             entering = self.cross(
                 stmt, operands, _names(way, branch.params), taking=True
             )
             enters.append((*chosen_by, *entering))
             bodies.append(self.body(branch, way, repeats))
-            results = _named(way, branch.results)
-            # Readers outside see the layouts of the first branch's results.
-            leaves.append(
-                self.cross(stmt, results, [None] * len(outs), outs)
-                if number
-                else self.cross(stmt, results, outs)
+        results = [
+            _named(way, branch.results)
+            for way, branch in zip(ways, stmt.branches, strict=True)
+        ]
+        deciding = _deciding(stmt.branches)
+        # Readers outside see the layout of the branch that decides.
+        decided = [
+            self.add(crossing(stmt, results[number][place], outs[place]))
+            for place, number in enumerate(deciding)
+        ]
+        leaves = [
+            tuple(
+                decided[place]
+                if number == deciding[place]
+                else self.add(crossing(stmt, value, None, like=outs[place]))
+                for place, value in enumerate(values)
             )
-        return FlatBorder(tuple(bodies), tuple(enters), tuple(leaves))
+            for number, values in enumerate(results)
+        ]
+        return FlatBorder(tuple(bodies), tuple(enters), tuple(leaves), tuple(decided))
+
+
+def _deciding(branches: Sequence[Program]) -> list[int]:
+    """For each result, the first branch that does not make it of single elements."""
+    made = [_made_of_dims(branch) for branch in branches]
+    return [
+        next((n for n, value in enumerate(values) if value.name in made[n]), 0)
+        for values in zip(*(branch.results for branch in branches), strict=True)
+    ]
+
+
+def _made_of_dims(program: Program) -> set[str]:
+    """The values with dims that are made of others with dims."""
+    made = {param.name for param in program.params if param.shape}
+    for stmt in program.body:
+        reads, writes = reads_writes(stmt)
+        if any(buffer.name in made for buffer in reads):
+            made.update(buffer.name for buffer in writes if buffer.shape)
+    return made
 
 
 def _named(prefix: str, buffers: Sequence[ir.Buffer]) -> _NamedValues:

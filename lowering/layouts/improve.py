@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 
 from jhost.lowering.ir.layout import used_axes
+from jhost.lowering.ir.names import path_of
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.activations import Staying, stays
 from jhost.lowering.layouts.decisions import Decisions
-from jhost.lowering.layouts.flat_bodies import path_of
 from jhost.lowering.layouts.preferences import Snapshot
 from jhost.lowering.layouts.solver import Solver
 from jhost.lowering.rules.dim_rule import factors_of

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.layout import Layout, axes_size, layout_of, spec_text, used_axes
 from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.names import local_name
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.layouts.flat_bodies import local_name
 from jhost.lowering.layouts.gathered import Gathers, moved_in_all
 from jhost.lowering.layouts.reasons import Reason, Reasons, joined, whole_reason_of
 from jhost.lowering.layouts.reshard import plan_reshard

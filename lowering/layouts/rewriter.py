@@ -20,7 +20,7 @@ from jhost.lowering.ir.layout import (
     local_shape,
 )
 from jhost.lowering.ir.marks import BarrierMark, Mark
-from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.names import FreshNames, local_name
 from jhost.lowering.ir.operation import OperandWindow, Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
@@ -36,7 +36,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
-from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder, local_name
+from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder
 from jhost.lowering.layouts.halo import plan_halo
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.interned import Interned
@@ -137,8 +137,7 @@ class Rewriter:
             for flat, leaves in zip(border.bodies, border.leaves, strict=True)
         ]
         # The first branch lays out a `cond`'s results; a `while` has its body last.
-        leaving = border.leaves[0 if isinstance(stmt, Cond) else -1]
-        outs, moved = self.results(leaving, stmt.outs)
+        outs, moved = self.results(border.outs, stmt.outs)
         self.body.append(with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)
 

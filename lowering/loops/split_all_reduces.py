@@ -43,6 +43,7 @@ class SplitAllReduces(EachProgram):
             PadRequest(
                 buffer=stmt.out.name,
                 dim=streamed.dim,
+                size=stmt.out.shape[streamed.dim],
                 axes=stmt.axes,
                 devices=axes_size(stmt.axes, mesh),
                 where=streamed.where,

@@ -21,18 +21,15 @@ from jhost.lowering.ir.statements import Buffer
 
 def move_marks(
     program: Program,
-    kept: Mapping[str, Buffer],
     padded: Mapping[str, Sequence[Buffer]],
     read_unpadded: Collection[str],
-    mesh: Mapping[str, int],
-) -> tuple[Mark, ...]:
-    """The marks of `program`, some of whose values are `kept` with padding.
+) -> Program:
+    """`program`, which got its padding, with the marks that it had before.
 
     `padded` has the padded values that bear another name, and `read_unpadded` the
     values that something reads as they were.
     """
-    shapes = {buffer.name: buffer.shape for buffer in program.results}
-    shapes = {name: buffer.shape for name, buffer in kept.items()} | shapes
+    mesh, shapes = dict(program.mesh.shape), shapes_of(program)
     moved: list[Mark] = []
     for mark in program.marks:
         others = padded.get(mark.buffer, ())
@@ -51,15 +48,13 @@ def move_marks(
             case BarrierMark():
                 names = [mark.buffer, *(b.name for b in others)]
                 moved += [dataclasses.replace(mark, buffer=name) for name in names]
-    return tuple(moved)
+    return dataclasses.replace(program, marks=tuple(moved))
 
 
 def possible_marks(program: Program) -> Program:
     """`program` less the shardings of dims that nothing could pad."""
     mesh = dict(program.mesh.shape)
-    shapes = {param.name: param.shape for param in program.params}
-    for stmt in program.body:
-        shapes |= {buffer.name: buffer.shape for buffer in reads_writes(stmt)[1]}
+    shapes = shapes_of(program)
     marks = tuple(
         _possible(m, shapes[m.buffer], mesh) if isinstance(m, ShardMark) else m
         for m in program.marks
@@ -68,6 +63,14 @@ def possible_marks(program: Program) -> Program:
     if marks == program.marks:
         return program
     return dataclasses.replace(program, marks=marks)
+
+
+def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """The shape of each value of a program, by name."""
+    shapes = {param.name: param.shape for param in program.params}
+    for stmt in program.body:
+        shapes |= {buffer.name: buffer.shape for buffer in reads_writes(stmt)[1]}
+    return shapes
 
 
 def _streamed(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.statements import (
     Buffer,
     Communicate,
     Compute,
-    ControlFlow,
     Select,
     Set,
     Stmt,
@@ -48,11 +46,12 @@ class Operands:
 
 
 def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
-    """The factors of `stmt`, if it has any business with the dims of values."""
+    """The factors of `stmt`, if it has any business with the dims of values.
+
+    Control flow has operands for each value that crosses its border (`flat.py`).
+    """
     if isinstance(stmt, Compute):
         return _of_compute(stmt, mesh)
-    if isinstance(stmt, CONTROL_FLOW):
-        return _whole(stmt)
     if not isinstance(stmt, Set | Select | Communicate):
         return None
     # These dims do not stay what they are, so padding ends there.
@@ -67,19 +66,6 @@ def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
         results=(dims,),
         steps=tuple(factors.sizes),
         reducers=(None,) * count,
-        counted=frozenset(),
-    )
-
-
-def _whole(stmt: ControlFlow) -> Operands:
-    """Nothing is padded across the border of a body."""
-    return Operands(
-        reads=stmt.ins,
-        writes=stmt.outs,
-        operands=tuple((None,) * len(buffer.shape) for buffer in stmt.ins),
-        results=tuple((None,) * len(buffer.shape) for buffer in stmt.outs),
-        steps=(),
-        reducers=(),
         counted=frozenset(),
     )
 

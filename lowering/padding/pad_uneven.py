@@ -8,15 +8,15 @@ dim is padded to the next multiple, and later passes see ordinary buffers.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
-from jhost.lowering.ir.bodies import with_each_body
+from jhost.lowering.ir.bodies import rebuilt
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
-from jhost.lowering.padding.marks import possible_marks
+from jhost.lowering.padding.flat import with_paths
+from jhost.lowering.padding.marks import possible_marks, shapes_of
 from jhost.lowering.padding.region import PadRequest
 from jhost.lowering.padding.values import pad_program
 from jhost.lowering.padding.windowed import windowed_requests
@@ -29,26 +29,26 @@ class PadUneven:
     name: ClassVar[str] = "pad_uneven"
 
     def apply(self, program: Program) -> Program:
-        """`program` with its padding, and its bodies with theirs."""
-        return _padded(program, windowed_requests(program))
+        """`program` with its padding, also in its bodies."""
+        requests = [*_marked(program), *windowed_requests(program)]
+        # A sharding that could not be met by padding is left to jhost.
+        return rebuilt(pad_program(program, requests), possible_marks)
 
 
-def _padded(program: Program, windowed: Mapping[int, Sequence[PadRequest]]) -> Program:
-    asked = windowed.get(id(program), ())
-    program = with_each_body(program, functools.partial(_padded, windowed=windowed))
+def _marked(program: Program) -> Iterator[PadRequest]:
+    """The dims that shardings inside of a program want to be padded."""
     mesh = dict(program.mesh.shape)
-    requests = [
-        PadRequest(
-            buffer=mark.buffer,
-            dim=dim,
-            axes=axes,
-            devices=axes_size(axes, mesh),
-            where=mark.where,
-        )
-        for mark in program.marks
-        if isinstance(mark, ShardMark)
-        for dim, axes in enumerate(mark.spec)
-        if axes
-    ]
-    # A sharding that could not be met by padding is left to jhost.
-    return possible_marks(pad_program(program, [*requests, *asked]))
+    for path, each in with_paths(program):
+        marks = [mark for mark in each.marks if isinstance(mark, ShardMark)]
+        shapes = shapes_of(each) if marks else {}
+        for mark in marks:
+            for dim, axes in enumerate(mark.spec):
+                if axes:
+                    yield PadRequest(
+                        buffer=path + mark.buffer,
+                        dim=dim,
+                        size=shapes[mark.buffer][dim],
+                        axes=axes,
+                        devices=axes_size(axes, mesh),
+                        where=mark.where,
+                    )

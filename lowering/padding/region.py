@@ -3,9 +3,9 @@
 A dim is padded through every operation that carries it as a factor, so that nothing is
 padded or cut between the first of them and the last.  These operations are the
 *region*.  It ends where an operation needs the dim whole, and at parameters and
-results, which keep the user's shapes.  In a program of one device's shapes it also ends
-where a communication moves the dim: each shard has padding at its end, and the whole
-would have it in between.
+results, which keep the user's shapes.  It goes on in bodies of control flow.  In a
+program of one device's shapes it also ends where a communication moves the dim: each
+shard has padding at its end, and the whole would have it in between.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Buffer,
-)
-from jhost.lowering.padding.operands import Operands, operands_of
+from jhost.lowering.ir.statements import Buffer
+from jhost.lowering.padding.flat import FlatBody, flat_operands
+from jhost.lowering.padding.operands import Operands
 from jhost.lowering.rules.dim_rule import Dims, factors_of
 
 DimKey: TypeAlias = tuple[int, int] | tuple[str, int]
@@ -35,10 +33,14 @@ maker cannot be padded."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PadRequest:
-    """A dim of a value that has to come in equal parts for all devices along `axes`."""
+    """A dim of a value that has to come in equal parts for all devices along `axes`.
+
+    The name of a value in a body begins with the path to that body.
+    """
 
     buffer: str
     dim: int
+    size: int
     axes: tuple[str, ...]
     devices: int
     where: str
@@ -48,13 +50,15 @@ class PadRequest:
 class PaddedRegion:
     """How many times as large each key becomes.
 
-    `requests` has the first request of all that belongs together, with the sizes of its
-    dim before and after.
+    `operands` has those of all statements and crossings, and `body` says which are
+    whose.  `requests` has the first request of all that belongs together, with the size
+    of its dim afterwards.
     """
 
-    statements: tuple[Operands | None, ...]
+    operands: tuple[Operands | None, ...]
+    body: FlatBody
     ratios: Mapping[DimKey, Fraction]
-    requests: Mapping[PadRequest, tuple[int, int]]
+    requests: Mapping[PadRequest, int]
 
     def shape(self, number: int, dims: Dims, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that statement `number` wants of a value of `shape`, or gives it"""
@@ -68,8 +72,12 @@ class PaddedRegion:
         return self.ratios.get((number, factor), Fraction(1))
 
 
-def plan_region(program: Program, requests: Sequence[PadRequest]) -> PaddedRegion:
+def plan_region(
+    program: Program, requests: Sequence[PadRequest]
+) -> PaddedRegion | None:
     """The region around the dims of `requests` that do not come in equal parts."""
+    if all(request.size % request.devices == 0 for request in requests):
+        return None  # as in most programs
     spread = _PaddingSpread(program, requests)
     spread.run()
     return spread.finish(requests)
@@ -79,23 +87,17 @@ class _PaddingSpread:
     """Spreads from the requests that do not divide until every border is reached."""
 
     def __init__(self, program: Program, requests: Sequence[PadRequest]) -> None:
-        mesh = dict(program.mesh.shape)
-        self.statements = tuple(operands_of(stmt, mesh) for stmt in program.body)
+        self.operands, self.body = flat_operands(program)
         self.buffers = {param.name: param for param in program.params}
         self.makers: dict[str, tuple[int, int]] = {}
         self.readers: dict[str, list[tuple[int, int]]] = {}
-        for number, (stmt, op) in enumerate(
-            zip(program.body, self.statements, strict=True)
-        ):
-            for position, buffer in enumerate(reads_writes(stmt)[1]):
+        for number, op in enumerate(self.operands):
+            for position, buffer in enumerate(op.writes if op else ()):
                 self.buffers[buffer.name] = buffer
-                if op is not None:
-                    self.makers[buffer.name] = number, position
+                self.makers[buffer.name] = number, position
             for position, buffer in enumerate(op.reads if op else ()):
                 self.readers.setdefault(buffer.name, []).append((number, position))
-        self.uneven = [
-            a for a in requests if self.buffers[a.buffer].shape[a.dim] % a.devices
-        ]
+        self.uneven = [a for a in requests if a.size % a.devices]
         self.most = max((request.devices for request in self.uneven), default=1)
         self.seeds = {(request.buffer, request.dim) for request in self.uneven}
         # Union-find: keys that are padded together have one leader.
@@ -119,7 +121,7 @@ class _PaddingSpread:
         if isinstance(first, str):
             yield from self.reading(first, second)
             return
-        op = self.statements[first]
+        op = self.operands[first]
         assert op is not None
         for buffers, maps in ((op.reads, op.operands), (op.writes, op.results)):
             for buffer, dims in zip(buffers, maps, strict=True):
@@ -136,7 +138,7 @@ class _PaddingSpread:
 
     def reading(self, name: str, dim: int) -> Iterator[DimKey]:
         for number, position in self.readers.get(name, ()):
-            op = self.statements[number]
+            op = self.operands[number]
             mapped = op.operands[position][dim] if op else None
             if mapped is not None and self.admits(number, mapped.factor):
                 yield number, mapped.factor
@@ -145,7 +147,7 @@ class _PaddingSpread:
         """The factor that a value is made of, or itself if it has to be padded."""
         if name in self.makers:
             number, position = self.makers[name]
-            op = self.statements[number]
+            op = self.operands[number]
             mapped = op.results[position][dim] if op else None
             if mapped is not None and self.admits(number, mapped.factor):
                 return number, mapped.factor
@@ -155,7 +157,7 @@ class _PaddingSpread:
 
     def admits(self, number: int, factor: int) -> bool:
         """Whether a statement can work on a longer factor."""
-        op = self.statements[number]
+        op = self.operands[number]
         assert op is not None
         if factor in op.inner:
             return False  # each outer step would have padding at its end
@@ -194,7 +196,7 @@ class _PaddingSpread:
         first, second = key
         if isinstance(first, str):
             return self.buffers[first].shape[second]
-        op = self.statements[first]
+        op = self.operands[first]
         assert op is not None
         return op.steps[second]
 
@@ -224,11 +226,11 @@ class _PaddingSpread:
             key = reached[request]
             if key is not None:
                 told.setdefault(self.leader(key), request)
-        sizes: dict[PadRequest, tuple[int, int]] = {}
-        for leader, request in told.items():
-            size = self.buffers[request.buffer].shape[request.dim]
-            sizes[request] = size, int(size * grown[leader])
-        return PaddedRegion(self.statements, ratios, sizes)
+        sizes = {
+            request: int(request.size * grown[leader])
+            for leader, request in told.items()
+        }
+        return PaddedRegion(self.operands, self.body, ratios, sizes)
 
 
 def can_be_padded(buffer: Buffer) -> bool:

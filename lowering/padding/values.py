@@ -17,11 +17,15 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost._jax import resized_var
-from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.bodies import CONTROL_FLOW, with_bodies
+from jhost.lowering.ir.border import with_values
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.names import FreshNames, local_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
-from jhost.lowering.ir.statements import Buffer, Compute, Stmt
+from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Stmt
+from jhost.lowering.padding.flat import Carried, FlatBody, FlatBorder
 from jhost.lowering.padding.marks import move_marks
 from jhost.lowering.padding.operands import Operands
 from jhost.lowering.padding.region import PaddedRegion, PadRequest, plan_region
@@ -35,62 +39,106 @@ _Version: TypeAlias = tuple[str, tuple[int, ...], Any, tuple[int, ...]]
 def pad_program(program: Program, requests: Sequence[PadRequest]) -> Program:
     """`program` with padding where the requested dims do not come in equal parts."""
     region = plan_region(program, requests)
-    if not region.ratios:
+    if region is None or not region.ratios:
         return program
-    return _Padder(program, region).program_with_padding()
+    return _Padder(region, region.body).program_with_padding()
 
 
 class _Padder:
-    def __init__(self, program: Program, region: PaddedRegion) -> None:
-        self.program = program
+    """Pads one program of a region; its params may come padded."""
+
+    def __init__(self, region: PaddedRegion, flat: FlatBody) -> None:
         self.region = region
-        self.mesh = dict(program.mesh.shape)
-        self.names = FreshNames.of(program)
-        self.results = {result.name for result in program.results}
+        self.flat = flat
+        self.program = flat.program
+        self.mesh = dict(self.program.mesh.shape)
+        self.names = FreshNames.of(self.program)
+        self.results = {
+            each.buffer.name
+            for each in flat.results
+            if self.shape(each) == each.buffer.shape
+        }
         self.body: list[Stmt] = []
-        self.kept: dict[str, Buffer] = {param.name: param for param in program.params}
+        self.kept = {each.buffer.name: self.crossed(each) for each in flat.params}
         self.versions: dict[_Version, Buffer] = {}
         self.padded: dict[str, list[Buffer]] = {}
         self.read_unpadded: set[str] = set()
 
     def program_with_padding(self) -> Program:
-        pairs = zip(self.program.body, self.region.statements, strict=True)
-        for number, (stmt, op) in enumerate(pairs):
-            if op is None:
+        for stmt, step in zip(self.program.body, self.flat.steps, strict=True):
+            if isinstance(step, FlatBorder):
+                assert isinstance(stmt, CONTROL_FLOW)
+                self.control_flow(stmt, step)
+            elif (op := self.region.operands[step]) is None:
                 self.body.append(stmt)
             else:
-                self.statement(number, stmt, op)
-        marks = move_marks(
-            self.program, self.kept, self.padded, self.read_unpadded, self.mesh
-        )
+                self.statement(step, stmt, op)
+        results = tuple(map(self.crossing, self.flat.results))
         notes = [
-            self.note(request, *sizes)
-            for request, sizes in self.region.requests.items()
+            self.note(request, size)
+            for request, size in self.region.requests.items()
+            if request.buffer == self.flat.prefix + local_name(request.buffer)
         ]
-        return dataclasses.replace(
+        program = dataclasses.replace(
             self.program,
+            params=tuple(map(self.crossed, self.flat.params)),
+            results=results,
             body=tuple(self.body),
-            marks=marks,
             remarks=(*self.program.remarks, *notes),
         )
+        return move_marks(program, self.padded, self.read_unpadded)
+
+    # --- Bodies ------------------------------------------------------------------- #
+
+    def shape(self, value: Carried) -> tuple[int, ...]:
+        """The shape in which a value crosses a border."""
+        return self.region.shape(value.number, value.dims, value.buffer.shape)
+
+    def crossed(self, value: Carried) -> Buffer:
+        """A value behind a border."""
+        return dataclasses.replace(value.buffer, shape=self.shape(value))
+
+    def crossing(self, value: Carried) -> Buffer:
+        """A value before a border, in the size in which it crosses."""
+        return self.version(value.buffer, self.shape(value))
+
+    def control_flow(self, stmt: ControlFlow, border: FlatBorder) -> None:
+        ins = [tuple(map(self.crossing, each.enters)) for each in border.bodies]
+        bodies = [
+            _Padder(self.region, each).program_with_padding() for each in border.bodies
+        ]
+        outs = tuple(self.made(each.buffer, self.shape(each)) for each in border.outs)
+        self.body.append(with_values(with_bodies(stmt, bodies), ins, outs))
+        self.cut_results([each.buffer for each in border.outs])
+
+    # --- Statements in a row ------------------------------------------------------ #
 
     def statement(self, number: int, stmt: Stmt, op: Operands) -> None:
         """`stmt` on values of the sizes that it has in the region."""
-        replaced: dict[str, Buffer] = {}
-        reads = [self.operand(number, op, i) for i in range(len(op.reads))]
-        for position, buffer in enumerate(op.writes):
-            replaced[buffer.name] = self.result(number, op, position)
+        before, writes = reads_writes(stmt)
+        reads = [
+            self.operand(number, op, position, buffer)
+            for position, buffer in enumerate(before)
+        ]
+        made = [
+            self.made(buffer, self.region.shape(number, dims, buffer.shape))
+            for buffer, dims in zip(writes, op.results, strict=True)
+        ]
         if isinstance(stmt, Compute):
-            outs = tuple(replaced[out.name] for out in stmt.outs)
             stmt = self.resized(number, stmt, reads)
-            self.body.append(dataclasses.replace(stmt, ins=tuple(reads), outs=outs))
+            stmt = dataclasses.replace(stmt, ins=tuple(reads), outs=tuple(made))
         else:
-            before = (buffer.name for buffer in op.reads)
-            replaced |= dict(zip(before, reads, strict=True))
-            self.body.append(replace_buffers(stmt, replaced))
-        for buffer in op.writes:
-            if self.kept[buffer.name].name != buffer.name:
-                self.cut(self.kept[buffer.name], buffer.shape, buffer)
+            pairs = zip((*before, *writes), (*reads, *made), strict=True)
+            stmt = replace_buffers(stmt, {old.name: new for old, new in pairs})
+        self.body.append(stmt)
+        self.cut_results(writes)
+
+    def cut_results(self, made: Sequence[Buffer]) -> None:
+        """The user's sizes of those of the values `made` that leave in these."""
+        for buffer in made:
+            kept = self.kept[buffer.name]
+            if kept.name != buffer.name:
+                self.versions[_as_it_is(buffer)] = self.cut(kept, buffer.shape, buffer)
 
     def resized(self, number: int, stmt: Compute, reads: Sequence[Buffer]) -> Compute:
         """`stmt` with as many steps in its rule as it has in the region.
@@ -144,21 +192,21 @@ class _Padder:
 
     # --- Values ------------------------------------------------------------------- #
 
-    def result(self, number: int, op: Operands, position: int) -> Buffer:
-        """What a statement makes; a result of the program is cut out of it."""
-        buffer = op.writes[position]
-        shape = self.region.shape(number, op.results[position], buffer.shape)
+    def made(self, buffer: Buffer, shape: tuple[int, ...]) -> Buffer:
+        """What a statement makes in the place of `buffer`, with its `shape`."""
         made = dataclasses.replace(buffer, shape=shape)
-        # The caller gets the user's shape.
+        # What leaves in the user's size has that under its name.
         if made != buffer and buffer.name in self.results:
             made = self.named(made, "padded")
             self.padded[buffer.name] = [made]
         self.kept[buffer.name] = made
         return made
 
-    def operand(self, number: int, op: Operands, position: int) -> Buffer:
+    def operand(
+        self, number: int, op: Operands, position: int, buffer: Buffer
+    ) -> Buffer:
         """A value in the sizes that a statement wants; reduced dims end neutrally."""
-        buffer, dims = op.reads[position], op.operands[position]
+        dims = op.operands[position]
         shape = self.region.shape(number, dims, buffer.shape)
         if op.windows and op.windows[position]:
             kept = self.kept[buffer.name].shape
@@ -180,8 +228,8 @@ class _Padder:
         self,
         buffer: Buffer,
         shape: tuple[int, ...],
-        reducer: Reducer | None,
-        reduced: tuple[int, ...],
+        reducer: Reducer | None = None,
+        reduced: tuple[int, ...] = (),
     ) -> Buffer:
         """`buffer` with `shape`, made once for all who want the same."""
         kept = self.kept[buffer.name]
@@ -219,7 +267,7 @@ class _Padder:
             value = self.mask(value, dim, buffer.shape[dim], fill)
         return value
 
-    # --- Statements --------------------------------------------------------------- #
+    # --- Statements of padding ---------------------------------------------------- #
 
     def pad(self, value: Buffer, shape: tuple[int, ...], fill: Any) -> Buffer:
         more = [(0, n - old, 0) for n, old in zip(shape, value.shape, strict=True)]
@@ -261,9 +309,15 @@ class _Padder:
         name = self.names.fresh(f"{buffer.name}_{suffix}")
         return dataclasses.replace(buffer, name=name)
 
-    def note(self, request: PadRequest, old: int, new: int) -> Note:
+    def note(self, request: PadRequest, new: int) -> Note:
         axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in request.axes)
         do = "does" if len(request.axes) == 1 else "do"
-        text = f"dim {request.dim} of {{}} padded from {old} to {new}"
-        text = f"{text}: {axes} {do} not divide {old}"
-        return Note(form=text, where=request.where, values=(request.buffer,))
+        text = f"dim {request.dim} of {{}} padded from {request.size} to {new}"
+        text = f"{text}: {axes} {do} not divide {request.size}"
+        value = local_name(request.buffer)
+        return Note(form=text, where=request.where, values=(value,))
+
+
+def _as_it_is(buffer: Buffer) -> _Version:
+    """The version of a value that has no padding."""
+    return buffer.name, buffer.shape, np.zeros((), buffer.dtype)[()], ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from jhost._jax import NO_LINE, source_line
@@ -25,6 +25,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
+from jhost.lowering.padding.flat import with_paths
 from jhost.lowering.padding.region import PadRequest
 
 _DimOfValue: TypeAlias = tuple[int, str, int]
@@ -39,8 +40,8 @@ ReachedAxes: TypeAlias = Mapping[_DimOfValue, set[_MarkAxes]]
 """By dim, the axes that may come to lie on it, each as a mark has them."""
 
 
-def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
-    """For each program, by its id, the dims that its windows want to be padded."""
+def windowed_requests(program: Program) -> list[PadRequest]:
+    """The dims that windows of a program, and of its bodies, want to be padded."""
     wanted = [
         wish
         for each in programs(program)
@@ -52,23 +53,29 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
     # By all devices, before it is known which axes come: more than enough.
     uneven = [wish for wish in wanted if wish.size % math.prod(mesh.values())]
     if not uneven:  # as in most programs
-        return {}
+        return []
     reached = reached_axes(program)
-    requests: dict[int, list[PadRequest]] = {}
+    paths: dict[int, list[str]] = {}
+    for path, each in with_paths(program):
+        paths.setdefault(id(each), []).append(path)
+    requests: list[PadRequest] = []
     for wish in uneven:
         for axes in sorted(reached.get(wish.dim, ())):
             devices = axes_size(axes, mesh)
             # One element has no parts.  Of few elements, many more would be padding.
             few = wish.size == 1 or _MOST_TIMES * wish.size < devices
             if wish.size % devices and not few:
-                request = PadRequest(
-                    buffer=wish.dim[1],
-                    dim=wish.dim[2],
-                    axes=axes,
-                    devices=devices,
-                    where=wish.where,
-                )
-                requests.setdefault(wish.dim[0], []).append(request)
+                requests += [
+                    PadRequest(
+                        buffer=path + wish.dim[1],
+                        dim=wish.dim[2],
+                        size=wish.size,
+                        axes=axes,
+                        devices=devices,
+                        where=wish.where,
+                    )
+                    for path in paths[wish.dim[0]]
+                ]
     return requests
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax import lax
@@ -133,23 +133,39 @@ def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
     made = factors.rule([dims], [results])
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        (x,), starts_here = args, list(starts)
-        limits = list(eqn.params["limit_indices"])
-        for dim, mapped in enumerate(dims):
-            if mapped is None:
-                continue
-            if dim not in small:
-                limits[dim] = x.shape[dim]
-            elif shard.size(mapped.factor) != shape[dim]:
-                first = starts[dim] - first_step(shard, mapped.factor)
-                limits[dim] -= starts[dim]
-                neutral = identity(reducer, x.dtype)
-                x = slice_or_fill(x, dim, first, limits[dim], neutral)
-                starts_here[dim] = 0
-        return [lax.slice(x, starts_here, limits, _strides(eqn, cut))]
+        (x,), strides = args, _strides(eqn, cut)
+        limits = eqn.params["limit_indices"]
+        filled = {
+            dim: mapped.factor
+            for dim, mapped in enumerate(dims)
+            if mapped and dim in small and shard.size(mapped.factor) != shape[dim]
+        }
+        # What all devices cut alike comes first, so less is filled.
+        alike = [dim for dim in cut if dim not in filled]
+        x = _cut(x, alike, starts, limits, strides)
+        for dim, factor in filled.items():
+            first = starts[dim] - first_step(shard, factor)
+            size = limits[dim] - starts[dim]
+            x = slice_or_fill(x, dim, first, size, identity(reducer, x.dtype))
+        return [_cut(x, filled, (0,) * len(shape), x.shape, strides)]
 
     picked = frozenset(d.factor for n, d in enumerate(dims) if d and n in small)
     return dataclasses.replace(made, rebind=rebind, counted=picked, picked=picked)
+
+
+def _cut(
+    x: Any,
+    dims: Collection[int],
+    starts: Sequence[int],
+    limits: Sequence[int],
+    strides: Sequence[int],
+) -> Any:
+    """A slice of some dims, with the others as they are."""
+    each = [
+        (starts[d], limits[d], strides[d]) if d in dims else (0, size, 1)
+        for d, size in enumerate(x.shape)
+    ]
+    return lax.slice(x, *zip(*each, strict=True)) if each else x
 
 
 def _slice_part(made: DimRule, strides: Sequence[int]) -> Any:
