@@ -14,6 +14,7 @@ from jhost.lowering.ir.layout import (
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.halo import plan_halo
 from jhost.lowering.layouts.joined import planned_join
+from jhost.lowering.layouts.kinds import Kinds
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
@@ -47,19 +48,38 @@ class AssignmentEffect:
 class AssignmentEffects:
     """The effects of assignments, each computed once for the same preferences."""
 
-    def __init__(self, preferences: Preferences, costs: ReshardCosts) -> None:
+    def __init__(
+        self, preferences: Preferences, costs: ReshardCosts, kinds: Kinds
+    ) -> None:
         self.preferences = preferences
         self.costs = costs
+        self.kinds = kinds
+        self.of_kinds: dict[tuple[int, Assignment, Hashable], AssignmentEffect] = {}
         # By the operation itself, because its id may be reused once it is gone.
         self.known: dict[tuple[Operation, Assignment, Hashable], AssignmentEffect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> AssignmentEffect:
         # Preferences are part of the key, as they change from round to round.
-        key = op, assignment, self.preferences.about(op.outs)
+        about = self.preferences.about(op.outs)
+        key = op, assignment, about
         effect = self.known.get(key)
         if effect is None:
-            effect = self.known[key] = self.found(op, assignment)
+            effect = self.known[key] = self.of_kind(op, assignment, about)
         return effect
+
+    def of_kind(
+        self, op: Operation, assignment: Assignment, about: Hashable
+    ) -> AssignmentEffect:
+        """The effect, as found for another operation of its kind or for itself."""
+        key = self.kinds.of(op), assignment, about
+        effect = self.of_kinds.get(key)
+        if effect is None:
+            effect = self.of_kinds[key] = self.found(op, assignment)
+            return effect
+        # One that forwards has its only want from its first operand.
+        wants = [(n, want) for n, (_, want) in zip(op.ins, effect.wants, strict=False)]
+        rests = [(n, rest) for n, (_, rest) in zip(op.outs, effect.rests, strict=True)]
+        return dataclasses.replace(effect, wants=tuple(wants), rests=tuple(rests))
 
     def found(self, op: Operation, assignment: Assignment) -> AssignmentEffect:
         rests: list[tuple[str, Layout]] = []

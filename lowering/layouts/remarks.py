@@ -38,6 +38,7 @@ class LayoutRemarks:
         self.solution = solution
         self.reasons = Reasons(marks, mesh)
         self.gathers = Gathers(solution)
+        self.read = {name for op in solution.operations for name in op.ins}
         self.mesh = mesh
 
     # --- The three places where layouts change -------------------------------- #
@@ -97,8 +98,8 @@ class LayoutRemarks:
         if _says_nothing(moved, reasons):
             return None
         if made.partial and not reasons:
-            read = any(name in reader.ins for reader in self.solution.operations)
-            reasons = [Reason(_READ if read or not made.shape else _UNREAD)]
+            is_read = name in self.read or not made.shape
+            reasons = [Reason(_READ if is_read else _UNREAD)]
         before = made_text(made, op)
         where = self.reasons.given_at(name) or line_of(op)
         after = self.spec(name, have, rest)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir.graph import makers_of
-from jhost.lowering.ir.layout import Layout, replicated
+from jhost.lowering.ir.layout import Layout, replicated, used_axes
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
 from jhost.lowering.ir.operation import (
     Assignment,
@@ -33,6 +33,7 @@ from jhost.lowering.layouts.decisions import Decisions, WantedLayout
 from jhost.lowering.layouts.effects import AssignmentEffects
 from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
+from jhost.lowering.layouts.kinds import Kinds, by_place
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     NOTHING,
@@ -93,7 +94,8 @@ class Solver:
         repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
         self.preferences = Preferences(self.buffers, marks, self.mesh, barriers)
-        self.effects = AssignmentEffects(self.preferences, self.costs)
+        self.kinds = Kinds(self.preferences, self.costs)
+        self.effects = AssignmentEffects(self.preferences, self.costs, self.kinds)
         self.found: dict[Hashable, Assignment] = {}
         self.kept: str | None = None
         """A mesh axis over which activations stay while layouts are decided."""
@@ -232,11 +234,11 @@ class Solver:
         }
 
     def cheapest(self, number: int, made: Decisions) -> Assignment:
-        """The best assignment of an operation, found once for equal cases."""
+        """The best assignment of an operation, found once for each case of a kind."""
         op, moves = self.operations[number], made.known(number)
         layouts = [made.layouts[name] for name in decided_by(op)]
-        # By the operation and not its number: a pinned operation is another one.
-        case = op, moves, self.kept, self.preferences.about(op.outs), *layouts
+        kept, about = self.kept_by(op, made.layouts), self.preferences.about(op.outs)
+        case = self.kinds.of(op), by_place(op, moves), kept, about, *layouts
         found = self.found.get(case)
         if found is None:
             found = self.found[case] = self.find_cheapest(op, made.layouts, moves)
@@ -271,13 +273,22 @@ class Solver:
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterable[Assignment]:
         """The candidates; those that leave its activation in place, if that stays."""
-        candidates, axis = self.candidates(op, layouts), self.kept
-        operand = None if axis is None else self.activations.get(op)
-        if axis is None or operand is None:
+        candidates, kept = self.candidates(op, layouts), self.kept_by(op, layouts)
+        if kept is None:
             return candidates
+        operand, axis = kept
         every = [*candidates]
         staying = [c for c in every if stays(op, operand, c, layouts, axis)]
         return staying or every
+
+    def kept_by(
+        self, op: Operation, layouts: Mapping[str, Layout]
+    ) -> tuple[int, str] | None:
+        """The operand that is to stay over an axis, if it lies over that axis."""
+        if self.kept is None or (operand := self.activations.get(op)) is None:
+            return None
+        lies = self.kept in used_axes(layouts[op.ins[operand]])
+        return (operand, self.kept) if lies else None
 
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]

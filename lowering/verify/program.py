@@ -163,7 +163,7 @@ def _outside_of_loops(state: State) -> None:
 
 
 def _compute(state: State, stmt: ir.Compute) -> None:
-    ins, outs = _types(state, stmt.unit, _site(state, stmt))
+    ins, outs = _types(state, stmt)
     _check_arity(state, stmt.ins, ins)
     _check_arity(state, stmt.outs, outs)
     for buffer, type_ in zip(stmt.ins, ins, strict=True):
@@ -183,19 +183,17 @@ def _compute(state: State, stmt: ir.Compute) -> None:
         state.write(buffer, shape)
 
 
-def _types(state: State, unit: ir.Unit, site: Site) -> UnitTypes:
-    """What a unit takes and gives: in all iterations of a loop the same."""
-    place = id(unit), site.chunk
-    if place not in state.types:
-        # The unit is kept, so that no other gets its identity.
-        state.types[place] = unit, unit_types(unit, site)
-    return state.types[place][1]
-
-
-def _site(state: State, stmt: ir.Compute) -> Site:
-    """Shapes do not depend on the rank, nor on where a chunk starts."""
+def _types(state: State, stmt: ir.Compute) -> UnitTypes:
+    """What its unit takes and gives: in all iterations of a loop the same."""
     chunk = stmt.chunk and _check_chunk(state, stmt.chunk)
-    return Site(mesh=state.ranks.sizes, rank=lambda axis: 0, chunk=chunk)
+    place = id(stmt.unit), chunk
+    known = state.types.get(place)
+    if known is None:
+        # Shapes do not depend on the rank, nor on where a chunk starts.
+        site = Site(mesh=state.ranks.sizes, rank=lambda axis: 0, chunk=chunk)
+        # The unit is kept, so that no other gets its identity.
+        known = state.types[place] = stmt.unit, unit_types(stmt.unit, site)
+    return known[1]
 
 
 def _check_chunk(state: State, chunk: ir.Chunk) -> ChunkAt:

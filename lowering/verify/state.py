@@ -150,7 +150,8 @@ class State(Machine):
                 buffer.name,
                 "a buffer is defined before it is used",
             )
-        if known.buffer != buffer:
+        # Most often it is the same object, and fields need no comparison.
+        if known.buffer is not buffer and known.buffer != buffer:
             self.fail(
                 f"{buffer.name}: {type_text(known.buffer)}",
                 type_text(buffer),
