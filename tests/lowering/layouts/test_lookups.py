@@ -137,7 +137,7 @@ _HARD = [-0.0, 0.0, 1e-45, -1e-45, -1e-8, 1 / 3, 7e4, -3e38, np.inf, -np.inf, np
 
 
 def hard_table(rows: int = 64) -> jax.Array:
-    return jnp.array(np.resize(np.float32(_HARD), (rows, 4)))
+    return jnp.array(np.resize(np.array(_HARD, np.float32), (rows, 4)))
 
 
 def same_signs(given: Any, wanted: Any) -> None:
