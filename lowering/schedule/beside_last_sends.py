@@ -52,9 +52,11 @@ def _made_of(
     """The cheap groups of a stretch that read only what is known, or one another."""
     found = list[Group]()
     for group in stretch:
-        reads = {buffer.name for node in group for buffer in node.reads}
-        barrier = any(node.barrier for node in group)
-        if reads and reads <= known and not barrier and order.goes_along(group):
+        (node, *more), in_loops = group, order.contractions.in_loops
+        reads = {buffer.name for buffer in node.reads}
+        if more or node.barrier or id(node) in in_loops or not reads:
+            continue
+        if reads <= known and order.goes_along(group):
             found.append(group)
-            known |= {buffer.name for node in group for buffer in node.writes}
+            known |= {buffer.name for buffer in node.writes}
     return found
