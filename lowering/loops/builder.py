@@ -190,7 +190,7 @@ class LoopBuilder:
             self.contractions.made(group)
         loop = self.loop(ahead.loop)
         assert isinstance(loop, Unchunked)
-        yield from loop.ahead(ahead.transfer)
+        yield from loop.ahead(ahead.transfer, ahead.shards)
 
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, behind the exchanges that its operands need."""
