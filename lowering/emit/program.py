@@ -85,6 +85,8 @@ class _Emitter(Views):
         self.made: frozenset[str] = frozenset()
         # Products since the last body, by the result that is made of each.
         self.products: dict[str, Any] = {}
+        # What cheap work made that a stream waits for: read as the barriers pass it on.
+        self.threaded: set[str] = set()
         self.order = Order(weakref.proxy(self))  # no cycle: it may hold arrays
 
     def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -144,7 +146,10 @@ class _Emitter(Views):
         view = self.views[buffer.name]
         if view.source is None and view.memory.received:
             view.memory.read_behind(self.order.arrived)
-        return self.order.arrived(self.read(buffer))
+        value = self.read(buffer)
+        if buffer.name in self.threaded:
+            value = self.order.barriers.latest(value)
+        return self.order.arrived(value)
 
     # --- Computation ---------------------------------------------------------- #
 
@@ -152,7 +157,8 @@ class _Emitter(Views):
         ins = [self.operand(buffer) for buffer in stmt.ins]
         made = {n for n, buffer in enumerate(stmt.ins) if self.is_made_here(buffer)}
         parts = {n for n, buffer in enumerate(stmt.ins) if self.is_part(buffer)}
-        chosen = sorted(tied(stmt.unit, made, parts))
+        repeats = self.order.depth > 0
+        chosen = sorted(tied(stmt.unit, made, parts, repeats=repeats))
         placed = self.placed_at_once(stmt.outs)
         # What they are put into has to be complete by then as well.
         waiting = [*(ins[n] for n in chosen), *(memory.base for memory in placed)]
@@ -177,6 +183,11 @@ class _Emitter(Views):
             self.write(buffer, value)
         for memory in placed:
             memory.assemble()
+        if self.order.active and not chosen:
+            # XLA would move it behind what waits for it, if its readers did not.
+            self.threaded |= {buffer.name for buffer in stmt.outs}
+            for value in found:
+                self.order.barriers.accumulated(None, value)
         both = zip(outs, found, strict=True)
         added = [value for came, value in both if came.dtype != value.dtype]
         self.order.after_compute(found, added)

@@ -31,14 +31,16 @@ def made_in(loop: For) -> frozenset[str]:
 
 
 def tied(
-    unit: Unit, made: AbstractSet[int], parts: AbstractSet[int]
+    unit: Unit, made: AbstractSet[int], parts: AbstractSet[int], *, repeats: bool
 ) -> AbstractSet[int]:
     """The operands that wait, by number.
 
-    Some are `made` in the loop, and others `parts` of what was there before.
+    Some are `made` in the loop, and others `parts` of what was there before.  A step
+    that `repeats` waits for some operand, or XLA would merge its iterations.  Cheap
+    work that stands there once, such as a weight's cast, reads what is old in place.
     """
     waiting = set(made)
-    every = frozenset(range(len(unit.invars)))
+    every = frozenset(range(len(unit.invars) if repeats else 0))
     # If no operand of a matmul waits, it could run in any step's place, and XLA would
     # merge it with the matmuls of other steps.
     for reads in _contractions(unit) or [every]:

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
 from jhost._jax import arg_names, fresh_var, source_line
+from jhost.lowering.frontend.constrained_casts import on_narrower
 from jhost.lowering.frontend.contractions import without_transposes
 from jhost.lowering.frontend.control_flow import (
     carried_params,
@@ -94,7 +95,7 @@ def build(
         results=results,
         body=tuple(builder.body),
         is_body=is_body,
-        marks=tuple(builder.marks.values()),
+        marks=on_narrower([*builder.marks.values()], builder.body, results),
         remarks=tuple(builder.remarks),
         display_names=builder.display_names,
     )

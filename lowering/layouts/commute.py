@@ -21,9 +21,16 @@ from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Partial, axes_size, dims_of, layout_of, local_shape
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import Assignment, Operation, operation
-from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
+from jhost.lowering.ir.statements import (
+    Buffer,
+    Compute,
+    Reshard,
+    Set,
+    Stmt,
+    UnitEqn,
+)
 from jhost.lowering.rules.reducers import Reducer
-from jhost.lowering.rules.table import distributes
+from jhost.lowering.rules.table import distributes, keeps_terms
 
 Change: TypeAlias = tuple[Stmt, Sequence[Stmt]]
 """A statement, and the statements that take its slot."""
@@ -60,6 +67,20 @@ class Rewrite:
         """Whether nothing but zeros is written to `buffer`."""
         stmt = self.makers.get(buffer.name)
         return stmt is not None and zero_of(stmt) is not None
+
+    def has_lone_terms(self, buffer: Buffer) -> bool:
+        """Whether `buffer` is a sum of what each device looked up of its own steps."""
+        reduction = self.reduction(buffer)
+        if reduction is None:
+            return False
+        value, axes = reduction.source, {axis for axis, _ in reduction.source.partial}
+        while axes and isinstance(maker := self.makers.get(value.name), Compute):
+            (unit_eqn,) = maker.unit.eqns
+            axes -= looked_up_over(unit_eqn)
+            if axes and not (maker.ins and keeps_terms(unit_eqn.eqn)):
+                break
+            value = maker.ins[0]
+        return not axes
 
     def only_copy(self, buffer: Buffer) -> Set | Reshard | None:
         """The only reader of `buffer`, if that is a copy or a reshard."""
@@ -128,6 +149,15 @@ def is_reduction(stmt: Stmt) -> TypeGuard[Reshard]:
     return isinstance(stmt, Reshard) and bool(stmt.source.partial)
 
 
+def looked_up_over(unit_eqn: UnitEqn) -> set[str]:
+    """The axes whose devices each look up their own steps, and else give neutrals."""
+    rule = unit_eqn.rule
+    if rule.contracts:  # rows of a group are multiplied, and other rows are 0.0
+        return set()
+    summed = (f for f in rule.picked if rule.reducers[f] == "sum")
+    return {axis for factor in summed for axis in unit_eqn.axes[factor]}
+
+
 def commuted(
     stmt: Compute,
     body: Rewrite,
@@ -178,7 +208,8 @@ def _terms(stmt: Compute, body: Rewrite, reducer: Reducer) -> Iterator[list[int]
     (unit_eqn,) = stmt.unit.eqns
     position = {id(var): number for number, var in enumerate(stmt.unit.invars)}
     atoms = unit_eqn.eqn.invars
-    for group in distributes(unit_eqn.eqn, reducer):
+    lone = any(map(body.has_lone_terms, stmt.ins))
+    for group in distributes(unit_eqn.eqn, reducer, lone=lone):
         found = [position.get(id(atoms[number])) for number in sorted(group)]
         if None in found:
             # A literal is the same on all devices, so each device would add it once.

@@ -37,6 +37,10 @@ class AllReduceLoop(P2PLoop):
         # Gathers of totals get streams behind these, so that no step waits for one.
         self.used = min(self.streams, self.others * self.pieces)
 
+    @property
+    def ends_alone(self) -> bool:
+        return False  # the last totals are still sent back
+
     def statements(self) -> list[ir.Stmt]:
         head, tail = self.split(pieces=1)
         own: dict[tuple[str, Access], ir.Buffer] = {}

@@ -64,9 +64,10 @@ class Unchunked:
         stmts = [stmt for turn in self.turns for stmt in self.turn(*turn)]
         return [*on_own(stmts), *self.last]
 
-    def ahead(self, node: Node) -> list[ir.Stmt]:
-        """A transfer of the first turn, issued before work in front of the loop."""
-        return on_own(self.issued([node]))
+    def ahead(self, node: Node, shards: slice) -> list[ir.Stmt]:
+        """Shards of a transfer of the first turn, issued in front of the loop."""
+        moved = [*_each_move(self.moves(node))][shards]
+        return on_own(issued([stmt for move in moved for stmt in move]))
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)
@@ -90,12 +91,15 @@ class Unchunked:
 
     def issued(self, nodes: Group) -> list[ir.Stmt]:
         """Transfers, issued together behind the work so far."""
-        for node in nodes:
+        return issued([stmt for node in nodes for stmt in self.moves(node)])
+
+    def moves(self, node: Node) -> list[ir.Stmt]:
+        """What issues a transfer, from its allocations on."""
+        if id(node) not in self.shards:
             shards = self.shards[id(node)] = WholeShards(self.spec.of([node]))
             self.stmts[id(node)] = shards.statements()
             self.filled |= shards.filled
-        every = [stmt for node in nodes for stmt in self.stmts[id(node)]]
-        return issued([s for s in every if not isinstance(s, ir.Wait)])
+        return [s for s in self.stmts[id(node)] if not isinstance(s, ir.Wait)]
 
     def arrived(self, nodes: Group) -> list[ir.Stmt]:
         """The totals of what has come, if it has sums.
@@ -117,6 +121,18 @@ class Unchunked:
         """Whether anything here reads what a node makes."""
         made = {buffer.name for buffer in node.writes}
         return any(b.name in made for node in self.spec.nodes for b in node.reads)
+
+
+def _each_move(stmts: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
+    """Statements up to each communication; those before come with the first."""
+    move: list[ir.Stmt] = []
+    for stmt in stmts:
+        move.append(stmt)
+        if isinstance(stmt, ir.Communicate):
+            yield move
+            move = []
+    if move:
+        yield move
 
 
 def _statements(nodes: Iterable[Node]) -> list[ir.Stmt]:

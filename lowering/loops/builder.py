@@ -28,6 +28,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
+from jhost.lowering.schedule.beside_last_sends import beside_last_sends
 from jhost.lowering.schedule.recompute.gathers import gathers_again
 from jhost.lowering.schedule.shards_ahead import IssuedAhead, WorkAhead
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
@@ -81,6 +82,8 @@ class LoopBuilder:
             self.participations,
         )
         self.adding: list[Group] = []
+        self.beside: dict[int, list[Group]] = {}
+        """By a loop's first node, the groups beside its last sends."""
         self.loops: dict[int, ChunkLoop | Unchunked | None] = {}
         """The loops that were made, by the identity of the first node."""
         self.streamed: dict[str, Buffer] = {}
@@ -154,11 +157,25 @@ class LoopBuilder:
         ahead = [*self.issued_ahead(groups)]
         gone = {id(group[0]) for each in ahead for group in each.along}
         stays = [group for group in groups if id(group[0]) not in gone]
+        self.find_beside(stays)
+        gone = {id(g[0]) for each in self.beside.values() for g in each}
+        stays = [group for group in stays if id(group[0]) not in gone]
         for group in self.contractions.in_order(stays):
             for each in ahead:
                 if each.work is group:
                     yield from self.ahead(each)
             yield from self.lower(group)
+
+    def find_beside(self, groups: Sequence[Group]) -> None:
+        """Find the groups that stand beside the last sends of each loop."""
+        order = WorkAhead(groups, self.contractions)
+        given = {param.name for param in self.program.params}
+        for group in groups:
+            if id(group[0]) in self.participations:
+                found = beside_last_sends(order, group, given)
+                loop = self.loop(group) if found else None
+                if isinstance(loop, P2PLoop) and loop.ends_alone:
+                    self.beside[id(group[0])] = found
 
     def issued_ahead(self, groups: Sequence[Group]) -> Iterator[IssuedAhead]:
         """The transfers that are issued in front of their loops."""
@@ -173,7 +190,7 @@ class LoopBuilder:
             self.contractions.made(group)
         loop = self.loop(ahead.loop)
         assert isinstance(loop, Unchunked)
-        yield from loop.ahead(ahead.transfer)
+        yield from loop.ahead(ahead.transfer, ahead.shards)
 
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, behind the exchanges that its operands need."""
@@ -190,6 +207,10 @@ class LoopBuilder:
         loop = self.loop(group) if streamed else None
         if loop is None:
             return [stmt for node in group for stmt in node.stmts]
+        for beside in self.beside.get(id(group[0]), ()):
+            assert isinstance(loop, P2PLoop)
+            loop.beside += self.statements(beside)
+            self.contractions.made(beside)
         statements = loop.statements()
         self.streamed |= loop.filled
         if isinstance(loop, ZigzagLoop):

@@ -33,6 +33,13 @@ class P2PLoop(MovingLoop):
         # back the next receive.
         fewer = None if self.sends else spec.choice.spec.streams
         self.streams = min(spec.streams, fewer or spec.streams)
+        self.beside: list[ir.Stmt] = []
+        """Cheap work that needs nothing of the loop, before the last own chunk."""
+
+    @property
+    def ends_alone(self) -> bool:
+        """Whether only the device's own chunk stands beside the last sends."""
+        return bool(self.split(self.pieces)[1])
 
     def statements(self) -> list[ir.Stmt]:
         head, tail = self.split(self.pieces)
@@ -50,7 +57,7 @@ class P2PLoop(MovingLoop):
             *self.on_own_stream([ir.Synchronize(stream=MAIN), *self.each_piece(first)]),
             *(self.wait_for_own_chunk(min(self.count, self.streams)) if first else ()),
             work,
-            *self.on_own_stream(self.each_piece(last)),
+            *self.on_own_stream([*self.beside, *self.each_piece(last)]),
             ir.Synchronize(stream=OWN),
             *self.totals(),
             *self.after,

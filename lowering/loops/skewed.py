@@ -37,6 +37,10 @@ class SkewedLoop(P2PLoop):
         super().__init__(spec)
         self.ways, self.hidden = spec.choice.ways, HiddenSteps()
 
+    @property
+    def ends_alone(self) -> bool:
+        return False  # no chunk is its own
+
     def statements(self) -> list[ir.Stmt]:
         body = self.segment(self.group, INDEX // self.pieces, self.remote_piece, {})
         wait, work = round_robin(body, self.devices * self.pieces, self.streams)

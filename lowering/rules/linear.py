@@ -9,6 +9,9 @@ assumed to be finite, as every change of a sum's order assumes of its terms.  A 
 is not assumed to differ from 0, because divisors often are 0.  Signs of zero: a sum
 that cancels and is then negated gives 0.0 instead of -0.0; terms that are all zeros
 keep their sign.
+
+A sum of what devices look up has one *lone* term for each element: the others are -0.0,
+or 0 as an integer.  Any cast of the term is the cast of the sum, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jhost._dtypes import bits, holds
 from jhost._jax import aval_of
 from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.rows import can_be_summed
 
 OperandSet: TypeAlias = frozenset[int]
 """Positions of operands; an equation distributes over a reduction of all of them."""
@@ -56,9 +60,16 @@ _REDUCTIONS: Mapping[str, Reducer] = {
 }
 
 
-def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[OperandSet, ...]:
-    """The groups of operands over whose reduction `eqn` distributes."""
+def distributes(
+    eqn: JaxprEqn, reducer: Reducer, *, lone: bool = False
+) -> tuple[OperandSet, ...]:
+    """The groups of operands over whose reduction `eqn` distributes.
+
+    `lone` says that sums have one term which is not neutral.
+    """
     name = eqn.primitive.name
+    if lone and reducer == "sum" and _casts_numbers(eqn):
+        return (frozenset({0}),)
     if name in _ARRANGING or _REDUCTIONS.get(name) == reducer:
         return (frozenset({0}),)
     if name in _ARRANGING_ALL:
@@ -69,6 +80,14 @@ def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[OperandSet, ...]:
     if reducer == "sum" and name in _LINEAR:
         return _LINEAR[name](eqn)
     return ()
+
+
+def keeps_terms(eqn: JaxprEqn) -> bool:
+    """Whether each element of the result is one of the first operand, or its cast.
+
+    What is neutral stays so: -0.0 becomes -0.0 in narrower floats, and 0 in integers.
+    """
+    return eqn.primitive.name in _ARRANGING or _casts_numbers(eqn)
 
 
 # --- Sums --------------------------------------------------------------------- #
@@ -103,6 +122,13 @@ def _quotient(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 def _conversion(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     source, target = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
     return (frozenset({0}),) if _keeps_sums(source, target) else ()
+
+
+def _casts_numbers(eqn: JaxprEqn) -> bool:
+    """Whether it casts to a dtype that devices can add up; booleans have no sums."""
+    dtype = aval_of(eqn.outvars[0]).dtype
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and dtype != np.bool_ and can_be_summed(dtype)
 
 
 def _padding(eqn: JaxprEqn) -> tuple[OperandSet, ...]:

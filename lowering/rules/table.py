@@ -32,7 +32,7 @@ from jhost.lowering.rules.dim_rule import (
     rule_of,
     ruled_primitives,
 )
-from jhost.lowering.rules.linear import distributes
+from jhost.lowering.rules.linear import distributes, keeps_terms
 
 # Importing a module of rules registers them.
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "gather",
     "halo",
     "index",
+    "keeps_terms",
     "known_primitives",
     "opaque",
     "opaque_reason",

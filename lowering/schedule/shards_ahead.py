@@ -4,6 +4,9 @@ The first loop of a layer that is computed again gathers the layer's input and i
 cotangent, and no contraction waits yet that could stand beside both.  But the cotangent
 is there long before.  So it is gathered beside the work in front of the loop, and its
 product stands beside the gather of the input.
+
+Of several shards the first comes a work earlier.  Then the last ones are there before
+the work in front of the loop has sums to send.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _AHEAD = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IssuedAhead:
-    """A transfer that is issued before a work in front of its loop.
+    """Shards of a transfer that are issued before a work in front of its loop.
 
     `along` has the cheap groups that make its source, and come with it.
     """
@@ -33,6 +36,7 @@ class IssuedAhead:
     loop: Group
     work: Group
     along: tuple[Group, ...]
+    shards: slice
 
 
 class WorkAhead:
@@ -70,8 +74,20 @@ class WorkAhead:
             ready = max(makers, default=-1)
             first = next((number for number in before if number > ready), None)
             if first is not None:
-                some = tuple(self.groups[number] for number in along if number > first)
-                yield IssuedAhead(node, loop, self.groups[first], some)
+                yield from self.issued(node, loop, first, (ready, along))
+
+    def issued(
+        self, node: Node, loop: Group, first: int, source: tuple[int, list[int]]
+    ) -> Iterator[IssuedAhead]:
+        """A transfer before the work `first`, and its first shard a work earlier."""
+        ready, along = source
+        earlier = [number for number in self.works if ready < number < first][-1:]
+        several = bytes_of(node.writes[0]) > 2 * bytes_of(node.reads[0])
+        parts = [slice(1), slice(1, None)] if several and earlier else [slice(None)]
+        for number, part in zip((*earlier, first)[-len(parts) :], parts, strict=True):
+            some = tuple(self.groups[each] for each in along if each > number)
+            along = [each for each in along if each <= number]
+            yield IssuedAhead(node, loop, self.groups[number], some, part)
 
     def reads(self, number: int) -> list[str]:
         """The values that a group reads."""

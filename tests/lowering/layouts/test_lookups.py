@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, walk
 from tests.lowering.on_mesh import communications, exact, on, program_of
+from tests.lowering.traced import interpreted
 
 shard = jhost.shard
 MESH = {"dp": 2, "tp": 2}
@@ -125,6 +128,104 @@ def test_lookups_of_all_types_in_every_mode(mode: str, dtype: Any) -> None:
     )
     reducer = "or" if dtype == np.bool_ else "sum"
     assert communications(program) == [f"AllReduce tp {reducer}"]
+
+
+# --- Casts -------------------------------------------------------------------------- #
+
+_HARD = [-0.0, 0.0, 1e-45, -1e-45, -1e-8, 1 / 3, 7e4, -3e38, np.inf, -np.inf, np.nan]
+"""Numbers that a cast changes, or that a sum with another zero would."""
+
+
+def hard_table(rows: int = 64) -> jax.Array:
+    return jnp.array(np.resize(np.array(_HARD, np.float32), (rows, 4)))
+
+
+def same_signs(given: Any, wanted: Any) -> None:
+    np.testing.assert_array_equal(given, wanted)
+    known = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(given)[known], np.signbit(wanted)[known])
+
+
+def moved_dtypes(program: Program) -> list[tuple[str, str]]:
+    stmts = (s for s in walk(program.body) if isinstance(s, Communicate))
+    return [(stmt.kind, stmt.source.dtype.name) for stmt in stmts]
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.int16])
+def test_what_is_looked_up_is_cast_and_then_summed(mode: str, dtype: Any) -> None:
+    """A sum of one term and zeros; a constraint before the cast holds behind it."""
+
+    def f(table: Any, tokens: Any) -> Any:
+        found = table.at[tokens].get(mode=mode, fill_value=-1e-8)
+        return shard(found, P("dp", "tp", None)).astype(dtype)
+
+    values = hard_table()
+    if dtype == np.int16:  # of what does not fit, XLA makes what it likes
+        values = jnp.nan_to_num(values).clip(-99, 99)
+    settings = on(MESH, (TABLE, TOKENS), P("dp", "tp", None))
+    wanted = np.float32(jax.jit(f)(values, tokens()))
+    for run in (jhost.jit, interpreted):
+        same_signs(np.float32(run(f, **settings)(values, tokens())), wanted)
+    program = program_of(f, values, tokens(), **settings)
+    assert moved_dtypes(program) == [("ReduceScatter", np.dtype(dtype).name)]
+
+
+def test_a_slice_at_a_computed_position_is_cast_and_then_summed() -> None:
+    def f(table: Any, start: Any) -> Any:
+        return lax.dynamic_slice_in_dim(table, start, 2).T.astype(jnp.bfloat16)
+
+    settings = on(MESH, (TABLE, P()), P())
+    program = exact(f, table(dtype=np.float32) / 3, np.int32(17), **settings)
+    assert moved_dtypes(program) == [("AllReduce", "bfloat16")]
+
+
+def test_two_lookups_are_summed_before_their_cast() -> None:
+    """Each element then has two terms, on two devices."""
+
+    def f(table: Any, i: Any) -> Any:
+        return (table[i] + table[i + 1]).astype(jnp.bfloat16)
+
+    settings = on(MESH, (TABLE, TOKENS), P("dp", None, None))
+    program = exact(f, table(256, np.float32) / 3, tokens(256), **settings)
+    assert moved_dtypes(program) == [("AllReduce", "float32")]
+
+
+def test_a_lookup_that_is_read_wide_is_summed_wide() -> None:
+    def f(table: Any, i: Any) -> Any:
+        found = table[i]
+        return found, found.astype(jnp.bfloat16)
+
+    settings = on(MESH, (TABLE, TOKENS), P("dp", None, None))
+    program = exact(f, table(dtype=np.float32) / 3, tokens(), **settings)
+    assert moved_dtypes(program) == [("AllReduce", "float32")]
+
+
+def test_the_cotangent_of_a_cast_lookup_is_gathered_narrow() -> None:
+    """The constraint's cotangent has a constraint too, which holds before the cast."""
+
+    def gradient(table: Any, i: Any, ct: Any) -> Any:
+        def f(table: Any) -> Any:
+            return shard(table[i], P("dp", "tp", None)).astype(jnp.bfloat16)
+
+        return jax.vjp(f, table)[1](ct * 2)[0]
+
+    i = tokens(4096)
+    ct = jnp.arange(i.size * 4).reshape(*i.shape, 4).astype(jnp.bfloat16) % 7
+    settings = on(MESH, (TABLE, TOKENS, P("dp", "tp", None)), TABLE)
+    program = exact(gradient, table(4096, np.float32), i, ct, **settings)
+    moved = moved_dtypes(program)
+    assert {*moved} == {("AllGather", "int32"), ("AllGather", "bfloat16")}
+
+
+def test_a_weight_that_is_constrained_and_cast_is_gathered_narrow() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return x @ shard(w, P(None, None)).astype(jnp.bfloat16)
+
+    settings = on(MESH, (P("dp", None), P("tp", None)), P("dp", None))
+    x, w = table().astype(jnp.bfloat16), table(4, np.float32) / 3
+    program = exact(f, x, w, rtol=1e-2, **settings)
+    assert moved_dtypes(program) == [("AllGather", "bfloat16")]
 
 
 # --- Gradients ---------------------------------------------------------------------- #

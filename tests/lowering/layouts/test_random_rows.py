@@ -30,13 +30,20 @@ _DTYPES = {
     "f32": np.float32,
     "bf16": jnp.bfloat16,
     "bool": np.bool_,
+    "f16": np.float16,
+    "i8": np.int8,
 }
+_HARD = [-0.0, -1e-8, 1 / 3, 99.0]
+"""Numbers that a cast rounds, or whose sign another zero would change."""
 _UPDATES = ("add", "subtract", "multiply", "max", "min", "set")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A lookup, or an update by that name, of `rows` at `tokens`, and where all is."""
+    """A lookup, or an update by that name, of `rows` at `tokens`, and where all is.
+
+    What is looked up may be cast, with a constraint or without.
+    """
 
     update: str | None
     mode: str
@@ -47,10 +54,15 @@ class Case:
     table_spec: P
     tokens_spec: P
     chunks: int | None
+    cast: str | None = None
+    constrained: bool = False
 
     def table(self) -> jax.Array:
         shape = (self.rows, 4, 2) if self.two_dims else (self.rows, 2)
-        return self._numbers(shape)
+        table = self._numbers(shape)
+        if self.cast and jnp.issubdtype(table.dtype, jnp.floating):
+            return jnp.array(_HARD)[table.astype(np.int32)].astype(table.dtype)
+        return table
 
     def _numbers(self, shape: tuple[int, ...]) -> jax.Array:
         numbers = np.random.default_rng(0).integers(0, 4, shape)
@@ -66,15 +78,22 @@ class Case:
         """Marked where a stream may go: along the tokens."""
         at = table.at[tokens, tokens % 3] if self.two_dims else table.at[tokens]
         if self.update is None:
-            found = at.get(mode=self.mode)
-            if self.chunks is None:
-                return found
-            return jhost.stream(found, 0, chunks=self.chunks, pipeline="collective")
+            return self.cast_of(self.marked(at.get(mode=self.mode)))
         (new,) = updates
         if self.chunks is not None:
             new = jnp.maximum(new, new)  # what a loop can make
             new = jhost.stream(new, 0, chunks=self.chunks, pipeline="collective")
         return getattr(at, self.update)(new, mode=self.mode)
+
+    def marked(self, found: Any) -> Any:
+        if self.chunks is None:
+            return found
+        return jhost.stream(found, 0, chunks=self.chunks, pipeline="collective")
+
+    def cast_of(self, found: Any) -> Any:
+        if self.constrained:
+            found = jhost.shard(found, P(*self.tokens_spec, None))
+        return found.astype(_DTYPES[self.cast]) if self.cast else found
 
     def settings(self) -> dict[str, Any]:
         table, tokens = self.table_spec, self.tokens_spec
@@ -119,6 +138,8 @@ def cases(draw: st.DrawFn) -> Case:
         table_spec=P(*of_rows[: 1 + two_dims]),
         tokens_spec=P(*of_tokens),
         chunks=draw(st.sampled_from([None, None, 2])),
+        cast=draw(st.sampled_from([None, *sorted(_DTYPES)])),
+        constrained=draw(st.booleans()),
     )
 
 
@@ -143,3 +164,5 @@ def test_sharded_tables_are_looked_up_and_updated_exactly(case: Case) -> None:
         given = run(case.function, **case.settings())(*case.arguments())
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
         chex.assert_trees_all_equal(given, wanted)
+        if jnp.issubdtype(wanted.dtype, jnp.floating):
+            assert (jnp.signbit(given) == jnp.signbit(wanted)).all()
