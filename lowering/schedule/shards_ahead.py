@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.graph import Group, Node, makers_of, written_by
 from jhost.lowering.ir.operation import has_contraction
-from jhost.lowering.schedule.cheap import makers_and_along, may_go_along
+from jhost.lowering.schedule.cheap import bytes_of, makers_and_along, may_go_along
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.schedule.whole_shards import products_of
 
