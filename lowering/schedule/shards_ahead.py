@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.graph import Group, Node, makers_of, written_by
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.operation import has_contraction
-from jhost.lowering.schedule.cheap import bytes_of, makers_and_along, may_go_along
+from jhost.lowering.schedule.cheap import makers_and_along, may_go_along
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.schedule.whole_shards import products_of
 
@@ -67,9 +68,11 @@ class WorkAhead:
             others = [each for each in moved if each is not node]
             if not others or not products_of(node, others, work):
                 continue
-            source = [node.reads[0].name]
             makers, along = makers_and_along(
-                source, self.makers, self.goes_along, self.reads
+                [node.reads[0].name],
+                self.makers,
+                lambda number: self.goes_along(self.groups[number]),
+                self.reads,
             )
             ready = max(makers, default=-1)
             first = next((number for number in before if number > ready), None)
@@ -93,7 +96,6 @@ class WorkAhead:
         """The values that a group reads."""
         return [buffer.name for node in self.groups[number] for buffer in node.reads]
 
-    def goes_along(self, number: int) -> bool:
+    def goes_along(self, group: Group) -> bool:
         """Whether a group is one cheap statement, and makes no more than it reads."""
-        group = self.groups[number]
         return self.contractions.can_wait(group) and may_go_along(group[0].stmt)
