@@ -121,15 +121,17 @@ def test_random_scans_equal_the_plain_function(
 
 
 def as_numbers(tree: Any) -> Any:
-    """Narrow floats as float32, which NumPy compares."""
-    return jax.tree.map(
-        lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a,
-        tree,
-    )
+    """In NumPy, with narrow floats as float32, which it compares."""
+
+    def number(a: jax.Array) -> Any:
+        floats = jnp.issubdtype(a.dtype, jnp.floating)
+        return np.asarray(a).astype(np.float32) if floats else a
+
+    return jax.tree.map(number, tree)
 
 
 def largest(tree: Any) -> float:
     """The largest float in a tree of arrays; infinite if one is no number."""
     floats = (a for a in jax.tree.leaves(as_numbers(tree)) if a.dtype == np.float32)
-    sizes = [float(jnp.max(jnp.abs(a), initial=0)) for a in floats]
+    sizes = [float(np.max(np.abs(a), initial=0)) for a in floats]
     return max((n if n == n else np.inf for n in sizes), default=0.0)

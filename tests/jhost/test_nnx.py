@@ -120,16 +120,20 @@ def by_jhost(mesh: Mesh, how: str, spec: P | None = None) -> Any:
 def assert_alike(
     f: Any, layer: Any, plain: Any, x: jax.Array, atol: float = 0, scale: float = 1
 ) -> None:
-    """Result and cotangents; and the parameters drawn are the same ones."""
+    """Result and cotangents; and the parameters drawn are the same ones.
+
+    The plain layer is on one device: what XLA compiles is for all meshes.
+    """
     given, wanted = (jax.tree.leaves(nnx.state(one)) for one in (layer, plain))
     chex.assert_trees_all_equal(given, wanted)
+    plain = jax.tree.map(np.asarray, plain)
     result = jax.eval_shape(call, plain, x)
     cotangent = array(*result.shape, seed=7).astype(result.dtype) * scale
     given = jax.tree.leaves(jax.jit(vjp(f))(cotangent, layer, x))
     wanted = jax.tree.leaves(jax.jit(vjp(call))(cotangent, plain, x))
     chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
     for one, other in zip(given, wanted, strict=True):
-        size = max(1, float(jnp.max(jnp.abs(other)))) if atol else 1
+        size = max(1, np.max(np.abs(np.float32(other)))) if atol else 1
         np.testing.assert_allclose(
             np.float32(one) / size, np.float32(other) / size, rtol=0, atol=atol
         )
