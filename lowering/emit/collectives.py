@@ -46,6 +46,10 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
         case "ReduceScatter":
             return _reduce_scatter(x, axes, devices, dim_of(stmt), reducer_of(stmt))
         case "AllToAll":
+            # XLA:CPU (of JAX 0.10 to 0.12) refuses pieces with a dim of one element, if
+            # it has made them one with equal pieces of others that lie otherwise.
+            if 1 in x.shape or x.shape[dim_of(stmt)] == devices:
+                x = lax.optimization_barrier(x)
             return lax.all_to_all(
                 x, axes, split_axis=stmt.dim, concat_axis=stmt.source_dim, tiled=True
             )

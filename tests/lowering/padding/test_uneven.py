@@ -291,6 +291,25 @@ def test_a_padded_dim_goes_through(name: str) -> None:
     exact(f, array(10, 6), **tp(4, None, None))
 
 
+def test_one_column_is_spread_over_two_devices() -> None:
+    """XLA:CPU refused the all-to-all of its pieces, which have one element a row."""
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers = "NTC", "TIO", "NTC"
+        y = lax.conv_general_dilated(
+            x[:, :1].T[..., None],
+            jnp.ones((2, 1, 1)),
+            (1,),
+            [(0, 2)],
+            rhs_dilation=(2,),
+            dimension_numbers=numbers,
+        )[..., 0].T
+        z = jhost.shard(y, P(("a", "b"), None))
+        return jhost.shard(y, P("a", None)), jhost.shard(z, P("a", "b"))
+
+    exact(f, array(16, 2), **on({"a": 2, "b": 2}, (P("a", "b"),), None))
+
+
 # --- Derived programs --------------------------------------------------------------- #
 
 DERIVED = {
