@@ -22,7 +22,7 @@ from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from jhost.lowering.loops import combine_small
 from tests import sums
 from tests.jhost.derived import backward
-from tests.lowering.on_mesh import communications, every_size, exact, on, tp
+from tests.lowering.on_mesh import communications, every_size, exact, on, program_of, tp
 from tests.lowering.traced import array
 
 MODEL, HIDDEN = 4, 8
@@ -141,6 +141,24 @@ def test_a_cotangent_comes_beside_the_work_in_front_of_its_loop(devices: int) ->
 
     program = exact(gradients(f, 5), *operands(devices), **settled(devices))
     assert 0 not in hidden_by(program)
+
+
+@pytest.mark.parametrize(
+    ("devices", "run"),
+    [(4, program_of), (2, program_of), pytest.param(4, exact, marks=pytest.mark.slow)],
+)
+def test_the_first_of_several_shards_comes_a_work_earlier(
+    devices: int, run: Callable[..., Program]
+) -> None:
+    """The loops of three blocks that are computed again are such works."""
+
+    @jax.checkpoint
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return block(blocks(x, *weights[:6]), *weights[6:])
+
+    program = run(gradients(f, 9), *operands(devices, 4), **settled(devices, 4))
+    first, *others = hidden_by(program)[: devices - 1]
+    assert all(0 < other < first for other in others)
 
 
 def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:
