@@ -23,7 +23,8 @@ from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.schedule.whole_shards import products_of
 
 _AHEAD = 2
-"""A transfer is issued at most so many works ahead of its loop: it takes memory."""
+"""A transfer is issued at most so many works ahead of its loop: it takes memory.  The
+first of several shards comes one earlier."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

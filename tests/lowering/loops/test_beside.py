@@ -22,14 +22,7 @@ from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from jhost.lowering.loops import combine_small
 from tests import sums
 from tests.jhost.derived import backward
-from tests.lowering.on_mesh import (
-    communications,
-    every_size,
-    exact,
-    on,
-    program_of,
-    tp,
-)
+from tests.lowering.on_mesh import communications, every_size, exact, on, program_of, tp
 from tests.lowering.traced import array
 
 MODEL, HIDDEN = 4, 8
@@ -150,7 +143,9 @@ def test_a_cotangent_comes_beside_the_work_in_front_of_its_loop(devices: int) ->
     assert 0 not in hidden_by(program)
 
 
-def test_a_cotangent_comes_no_earlier_than_two_works_before_its_loop() -> None:
+def test_a_cotangent_comes_two_works_before_its_loop_and_its_first_shard_three() -> (
+    None
+):
     """It takes memory from then on.  Three blocks are computed again before its own."""
 
     @jax.checkpoint
@@ -158,7 +153,25 @@ def test_a_cotangent_comes_no_earlier_than_two_works_before_its_loop() -> None:
         return block(blocks(x, *weights[:6]), *weights[6:])
 
     program = program_of(gradients(f, 9), *operands(4, 4), **settled(4, 4))
-    assert hidden_by(program)[:3] == [6] * 3
+    assert hidden_by(program)[:3] == [9, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("devices", "run"),
+    [(4, program_of), (2, program_of), pytest.param(4, exact, marks=pytest.mark.slow)],
+)
+def test_the_first_of_several_shards_comes_a_work_earlier(
+    devices: int, run: Callable[..., Program]
+) -> None:
+    """The loops of three blocks that are computed again are such works."""
+
+    @jax.checkpoint
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return block(blocks(x, *weights[:6]), *weights[6:])
+
+    program = run(gradients(f, 9), *operands(devices, 4), **settled(devices, 4))
+    first, *others = hidden_by(program)[: devices - 1]
+    assert all(0 < other < first for other in others)
 
 
 def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:
