@@ -183,6 +183,7 @@ NEWEST = (
 # each test is tried with one of the two, as of others each variant.
 EITHER = (
     "examples/test_decode.py",
+    "examples/test_llama.py",
     "examples/test_notebooks.py",
     "examples/test_pipeline.py",
     "jhost/test_annotate.py",
@@ -213,6 +214,7 @@ EITHER = (
     "jhost/test_ring_written_out.py",
     "jhost/test_summary.py",
     "jhost/test_testing.py",
+    "jhost/test_training.py",
     "jhost/test_tune.py",
     "jhost/test_whole_programs.py",
     "jhost/test_wide_values.py",
@@ -229,6 +231,7 @@ EITHER = (
     "test_examples.py",
     "test_found_programs.py",
     "test_patterns.py",
+    "test_torch_step.py",
     "test_wheel.py",
 )
 # What the oldest does not run, as flax or the compiler for GPUs is not there.
