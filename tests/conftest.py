@@ -150,7 +150,7 @@ def _share_compiled(folder: str) -> None:
 
     Half of all that tests ask of XLA was asked before: operations alone, operands that
     go to their devices, what is compared.  Names are in the key, as tests read them in
-    compiled programs; lines are not in the programs, as no test reads them there.
+    compiled programs; lines are in no program but for `lines_in_programs`.
     """
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -353,6 +353,14 @@ def combined_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from jhost.lowering.loops import combine_small
 
     monkeypatch.setattr(combine_small, "JOINED_BY_XLA", frozenset[str]())
+
+
+@pytest.fixture
+def lines_in_programs() -> Iterator[None]:
+    """Lowered programs say where in the source they are from, as users' do."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # JAX's default
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture
