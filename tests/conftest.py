@@ -150,7 +150,7 @@ def _share_compiled(folder: str) -> None:
 
     Half of all that tests ask of XLA was asked before: operations alone, operands that
     go to their devices, what is compared.  Names are in the key, as tests read them in
-    compiled programs; lines are not in the programs, as no test reads them there.
+    compiled programs; lines are in no program but for `lines_in_programs`.
     """
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -183,6 +183,7 @@ NEWEST = (
 # each test is tried with one of the two, as of others each variant.
 EITHER = (
     "examples/test_decode.py",
+    "examples/test_llama.py",
     "examples/test_notebooks.py",
     "examples/test_pipeline.py",
     "jhost/test_annotate.py",
@@ -213,6 +214,7 @@ EITHER = (
     "jhost/test_ring_written_out.py",
     "jhost/test_summary.py",
     "jhost/test_testing.py",
+    "jhost/test_training.py",
     "jhost/test_tune.py",
     "jhost/test_whole_programs.py",
     "jhost/test_wide_values.py",
@@ -229,6 +231,7 @@ EITHER = (
     "test_examples.py",
     "test_found_programs.py",
     "test_patterns.py",
+    "test_torch_step.py",
     "test_wheel.py",
 )
 # What the oldest does not run, as flax or the compiler for GPUs is not there.
@@ -350,6 +353,14 @@ def combined_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from jhost.lowering.loops import combine_small
 
     monkeypatch.setattr(combine_small, "JOINED_BY_XLA", frozenset[str]())
+
+
+@pytest.fixture
+def lines_in_programs() -> Iterator[None]:
+    """Lowered programs say where in the source they are from, as users' do."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # JAX's default
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture

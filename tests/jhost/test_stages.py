@@ -80,6 +80,7 @@ def test_the_host_ir_has_the_user_s_names(block: Any) -> None:
     )
 
 
+@pytest.mark.usefixtures("lines_in_programs")
 def test_text_is_in_jax_s_dialects(block: Any) -> None:
     lowered = block.lower(X, W)
     assert lowered.as_text() == lowered.as_text("stablehlo")
