@@ -130,8 +130,8 @@ class _Walk:
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
         copied = any(t.sums and t.way == "permutes" for t in self.transfers.values())
-        self.there = self.held_with_gathers(program) if copied else []
-        """The bytes that the program holds at each block, before its sums move."""
+        self.there = held(program) if copied else []
+        """The bytes that the program holds at each block as it is."""
         self.most = max(self.there, default=0)
         self.sums: list[list[ScheduledTransfer]] = []
         """Sums under way: those issued at one time are one list."""
@@ -142,15 +142,6 @@ class _Walk:
         self.seen: set[int] = set()
         self.put_off: list[StatementBlock] = []
         self.body: list[ir.Stmt] = []
-
-    def held_with_gathers(self, program: Program) -> list[int]:
-        """The bytes that each block holds, where gathers count from their issue."""
-        there = [*held(program)]
-        for gather in (each.interval for each in self.to_come if not each.sums):
-            stands = self.blocks.maker[gather.stmt.out.name]
-            for number in range(gather.issue, stands):
-                there[number] += gather.bytes
-        return there
 
     def statements(self) -> list[ir.Stmt]:
         for number, block in enumerate(self.blocks.all):

@@ -183,6 +183,24 @@ def test_nor_one_over_other_axes(
     check_beside(schedule_of(axes, make(axes)))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
+@pytest.mark.parametrize("axis", ["dp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_marks_that_a_mesh_gives_nothing_change_nothing(
+    axis: str, together: MakeH200s
+) -> None:
+    """The marked dims lie whole on each device of such a mesh."""
+    case = Case(SMALL, 4096, "scan-checkpoint", 4, 16, ((axis, 2),))
+    mesh = together({axis: 2})
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        mock.patch.object(model, "_attention", of_linear_layers),
+    ):
+        hows = {"finds": False}, {"marked": True}  # one mark ends finding
+        steps = [arms.hosted("auto", **how)(case, mesh) for how in hows]
+        plain, marked = (step.lower(*types_of(case)).as_text() for step in steps)
+    assert marked == plain
+
+
 # --- Memory ----------------------------------------------------------------------- #
 
 

@@ -15,17 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.bodies import most_under_way
-from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import (
-    Communicate,
-    Compute,
-    PipelineKind,
-    Scan,
-    Stmt,
-    Wait,
-)
+from jhost.lowering.ir.statements import Compute, PipelineKind, Scan, Wait
 from tests import sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
@@ -256,29 +248,3 @@ def test_a_sum_ends_before_a_scan_that_holds_most() -> None:
     program = exact(gradients_of(step), *args, **on({"dp": 2}, specs, specs))
     order = [type(stmt) for stmt in program.body if isinstance(stmt, Wait | Scan)]
     assert order[: order.index(Scan, 1)] == [Scan, Wait, Wait]
-
-
-def test_a_sum_ends_where_a_gathered_weight_is_there_as_well() -> None:
-    """The weight comes early, and is counted from then on, not from its reader."""
-
-    def step(x: jax.Array, v: jax.Array, wide: jax.Array, end: jax.Array) -> Any:
-        x = jhost.shard(x, P("dp"))
-        total = jhost.shard(x.T @ x, P())
-        y = jhost.shard(layer(layer(x, wide), wide.T), P("dp"))
-        return total, layer(y @ v, end) @ end.T
-
-    args = array(16, 8), array(8, 8), array(8, 16, seed=1), array(8, 26, seed=2)
-    how = on({"dp": 2}, (P("dp"), P("dp"), P(), P()), (P(), P("dp")))
-    program = exact(step, *args, **how)
-    sent = [s for s in program.body if isinstance(s, Communicate)]
-    shard, terms = (s.name for s in sent)
-    order = [
-        stmt.communication if isinstance(stmt, Wait) else "product"
-        for stmt in program.body
-        if isinstance(stmt, Wait) or is_product(stmt)
-    ]
-    assert order.index(terms) < order.index(shard)
-
-
-def is_product(stmt: Stmt) -> bool:
-    return isinstance(stmt, Compute) and has_contraction(stmt)
