@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 from unittest import mock
 
+from jhost.lowering.cost import choose_cycles
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
@@ -14,6 +16,7 @@ from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops import combine_small, planned
 from jhost.lowering.schedule import moved_work
+from jhost.lowering.schedule.movable_transfers import cycle_of
 from jhost.lowering.schedule.scheduled_transfer import TransferForm
 
 EVERY: tuple[SumsPosition, ...] = get_args(SumsPosition)
@@ -40,13 +43,17 @@ def by_permutes() -> Generator[None]:
 
 @contextmanager
 def moving(
-    way: TransferForm | None, work: bool = False, within: bool = True
+    way: TransferForm | None,
+    work: bool = False,
+    within: bool = True,
+    little: bool = True,
 ) -> Generator[None]:
     """What moves outside of loops goes that way wherever there is work beside it.
 
     Of any size, so that none is small and goes with others; with None as was chosen.
     With `work` products go an iteration late wherever that puts one beside a transfer,
-    and `within` their own iteration or program, too.
+    and `within` their own iteration or program, too.  With `little` sums are late that
+    have a little work behind them.
     """
     yes = mock.Mock(return_value=True)
     asked = {"is_open": yes, "gains": yes}
@@ -60,6 +67,9 @@ def moving(
         mock.patch.object(ChooseSchedule, "best", _in_order),
         mock.patch.object(ChooseCycles, "may_move_work", mock.Mock(return_value=work)),
         mock.patch.object(combine_small, "SMALL", 0),
+        mock.patch.object(
+            choose_cycles, "cycle_of", functools.partial(cycle_of, little=little)
+        ),
         nullcontext() if within else nothing_moving(),
     ):
         yield

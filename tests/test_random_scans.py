@@ -83,22 +83,39 @@ CONDITION_OF_ACTIVATIONS = dataclasses.replace(
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 @hypothesis.example(
-    case=OFFLOADED_NOTHING, way=None, work=False, within=True, compiled=True
+    case=OFFLOADED_NOTHING,
+    way=None,
+    work=False,
+    within=True,
+    little=True,
+    compiled=True,
 )
 @hypothesis.example(
-    case=FOUND_AND_LAID_OUT_ANEW, way=None, work=False, within=True, compiled=True
+    case=FOUND_AND_LAID_OUT_ANEW,
+    way=None,
+    work=False,
+    within=True,
+    little=True,
+    compiled=True,
 )
 @hypothesis.example(
     case=CONDITION_OF_ACTIVATIONS,
     way="permutes",
     work=False,
     within=False,
+    little=True,
     compiled=True,
 )
 def test_random_scans_equal_the_plain_function(
-    case: ScanCase, way: TransferForm | None, work: bool, within: bool, compiled: bool
+    case: ScanCase,
+    way: TransferForm | None,
+    work: bool,
+    within: bool,
+    little: bool,
+    compiled: bool,
 ) -> None:
     """However transfers go, be they as small as here, and whatever work moves.
 
@@ -111,7 +128,7 @@ def test_random_scans_equal_the_plain_function(
     settled = functools.partial(jhost.jit, **case.settings())
     f, again = case.by(settled), dataclasses.replace(case).by(settled)
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
-    with sums.moving(way, work, within), no_latency:
+    with sums.moving(way, work, within, little), no_latency:
         moved = (f if compiled else by_statements(f))(*case.arguments())
     with finding.everywhere():
         found = again(*case.arguments())

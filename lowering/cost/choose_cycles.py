@@ -129,8 +129,16 @@ class ChooseCycles(EachProgram):
     def cycles(
         self, program: Program, scan: Scan, found: MovableTransfers
     ) -> Iterator[Cycle]:
-        """The cycle of transfers alone, and the one with late work, if they are any."""
+        """The cycles of transfers alone, and the one with late work, if they are any.
+
+        A sum with a little work behind it may stay there: it then gives the iterations
+        before and behind the scan nothing to wait for, and carries no terms.
+        """
         if (cycle := cycle_of(scan, found)) is not None:
+            has_little = any(each.little for each in cycle.late)
+            if has_little and self.is_weighed(cycle):
+                fewer = cycle_of(scan, found, little=False)
+                yield from filter(None, [fewer])
             yield cycle
         work = late_work(found) if self.moves_work else []
         cycle = cycle_of(scan, found, work) if work else None

@@ -26,13 +26,21 @@ _LITTLE = 1
 
 
 def cycle_of(
-    scan: ir.Scan, found: MovableTransfers, work: Sequence[Late] = ()
+    scan: ir.Scan,
+    found: MovableTransfers,
+    work: Sequence[Late] = (),
+    *,
+    little: bool = True,
 ) -> Cycle | None:
-    """The transfers of a scan that only another iteration can hide, and late `work`."""
+    """The transfers of a scan that only another iteration can hide, and late `work`.
+
+    Without `little` the sums stay that have a little work behind their terms.
+    """
     if own_stacks(scan, found):
         return None
     of_work = {stmt.name for each in work for stmt in each.transfers}
-    sums = (each for each in found.late() if of_work.isdisjoint(_sent(each)))
+    sums = (each for each in found.late() if little or not each.little)
+    sums = (each for each in sums if of_work.isdisjoint(_sent(each)))
     early, late = tuple(found.early()), (*sums, *work)
     if not (early or late):
         return None

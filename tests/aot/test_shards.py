@@ -133,8 +133,7 @@ def test_float32_masters_are_cast_early_and_sent_as_bfloat16(
     assert kinds.keys() == {"AllGather", "CollectivePermute"}, str(schedule)
     permutes = [c for c in schedule.communications if c.kind == "CollectivePermute"]
     assert {c.bytes for c in permutes} == {WEIGHT // devices}, str(schedule)
-    # Over two devices the backward is no cycle, and waits for one gather.
-    assert len(exposed_in_bodies(schedule)) <= (devices == 2), str(schedule)
+    assert not exposed_in_bodies(schedule), str(schedule)
     # The last sums of the program have little work left.
     assert sum(not c.matmuls for c in permutes) < 2 * devices, str(schedule)
     gathers = [c for c in schedule.communications if c.kind == "AllGather"]
@@ -171,5 +170,5 @@ def test_unconstrained_activations_stay_and_weights_come(fsdp: Mesh) -> None:
     assert kinds.keys() == {"AllGather", "AllReduce", "CollectivePermute"}, str(
         schedule
     )
-    # One weight of the backward is gathered where it is read.
-    assert len(exposed_in_bodies(schedule)) <= 1, str(schedule)
+    # The link is nearly full in the backward: sums with work behind them stay there.
+    assert not exposed_in_bodies(schedule), str(schedule)

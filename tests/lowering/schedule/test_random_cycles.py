@@ -200,13 +200,19 @@ def how_often(host_ir: Program) -> Counter[str]:
     return count
 
 
-@given(scans(), st.sampled_from(get_args(TransferForm)), st.booleans(), st.booleans())
+@given(
+    scans(),
+    st.sampled_from(get_args(TransferForm)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_moved_transfers_bring_the_same_and_none_more_often(
-    host_ir: Program, way: TransferForm, work: bool, within: bool
+    host_ir: Program, way: TransferForm, work: bool, within: bool, little: bool
 ) -> None:
     verify(host_ir)
     transfers = ChooseTransfers()
-    with sums.moving(way, work, within):
+    with sums.moving(way, work, within, little):
         changed = ChooseCycles(transfers, moving_all(transfers)).apply(host_ir)
         ordered = transfers.apply(changed)
     for note in {
