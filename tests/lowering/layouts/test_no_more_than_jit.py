@@ -65,6 +65,20 @@ def pooled(x: Array) -> Array:
     return lax.reduce_window(x, 0.0, lax.add, (16, 1), (1, 1), "SAME")
 
 
+def labelled(x: Array) -> Array:
+    """Each row meets the next one, in each of three iterations."""
+
+    def step(sums: Array, k: Array) -> tuple[Array, None]:
+        return sums + (x[:-1] * jnp.sin(k * x[1:])).sum(0), None
+
+    return lax.scan(step, jnp.zeros(64), jnp.arange(3.0))[0]
+
+
+def chosen(x: Array) -> Array:
+    """The gradient of one branch needs more values than that of the other."""
+    return lax.cond(x[0, 0] > 1, lambda x: x - jnp.max(x, 0), lambda x: x * 2, x)
+
+
 def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.grad(lambda x: (fun(x) ** 2).sum())
 
@@ -90,11 +104,14 @@ def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (pulled(pooled), P(("a", "b"))),
         (pulled(lambda x: jnp.pad(x, ((8, 8), (0, 0)))), P(("a", "b"))),
         (pulled(lambda x: jnp.concatenate([x[:1] * 2, x])[:-1]), P(("a", "b"))),
+        (pulled(labelled), P(("a", "b"))),
+        (pulled(chosen), P(("a", "b"))),
     ],
     ids=[
         "roll", "difference", "conv", "last", "slice", "sort", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
         "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
+        "labelled in a scan, pulled", "branches, pulled",
     ],
 )  # fmt: skip
 def test_no_more_than_twice_is_moved_and_kept(
