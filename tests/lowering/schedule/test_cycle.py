@@ -167,6 +167,20 @@ def test_each_transfer_is_made_once() -> None:
     assert moved.count((8, 1)) == inside.count((8, 1)) == 3
 
 
+def test_an_iteration_hands_on_one_weight_and_one_gradient_and_says_so() -> None:
+    """Of all that a layer gathers or sums, the first and the last: 4 x 8 of 4 bytes."""
+
+    def again(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(jax.checkpoint(layer), x, weights)
+        return jnp.sum(y * y)
+
+    how: dict[str, Any] = settings(FSDP) | {"out_shardings": FSDP[0]}
+    hosted: Any = jhost.jit(jax.grad(again), **how)
+    backward, forward = notes(hosted.lower(*operands(4)).host_ir)
+    assert "an iteration hands on 128 bytes more a device" in forward
+    assert "an iteration hands on 256 bytes more a device" in backward
+
+
 # --- Several scans ------------------------------------------------------------------ #
 
 
