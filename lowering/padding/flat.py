@@ -21,7 +21,7 @@ from jhost.lowering.padding.operands import Operands, operands_of
 from jhost.lowering.rules.dim_rule import Dims, FactorDim
 
 
-class Carried(NamedTuple):
+class CrossingValue(NamedTuple):
     """A value on one side of a border, by its name there.
 
     `number` is that of the operands by which it crosses, and `dims` follow them.
@@ -33,7 +33,7 @@ class Carried(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FlatBody:
+class OperandsOfBody:
     """One of the programs, with the operands of its statements by their numbers.
 
     `enters` are the values that control flow hands to it, and `params` and `results`
@@ -42,35 +42,37 @@ class FlatBody:
 
     program: Program
     prefix: str
-    params: tuple[Carried, ...]
-    results: tuple[Carried, ...]
-    enters: tuple[Carried, ...] = ()
-    steps: tuple[FlatStep, ...] = ()
+    params: tuple[CrossingValue, ...]
+    results: tuple[CrossingValue, ...]
+    enters: tuple[CrossingValue, ...] = ()
+    steps: tuple[OperandsOfStep, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FlatBorder:
+class OperandsOfBorder:
     """The bodies of a control flow statement, and what leaves it."""
 
-    bodies: tuple[FlatBody, ...]
-    outs: tuple[Carried, ...]
+    bodies: tuple[OperandsOfBody, ...]
+    outs: tuple[CrossingValue, ...]
 
 
-FlatStep: TypeAlias = int | FlatBorder
+OperandsOfStep: TypeAlias = int | OperandsOfBorder
 """The operands of a statement, or its border."""
 
 
-def flat_operands(program: Program) -> tuple[tuple[Operands | None, ...], FlatBody]:
+def flat_operands(
+    program: Program,
+) -> tuple[tuple[Operands | None, ...], OperandsOfBody]:
     """The operands of all statements and crossings, and which are whose."""
-    flattener = _Flattener(dict(program.mesh.shape))
+    found = _AllOperands(dict(program.mesh.shape))
     params, results = map(_of_caller, (program.params, program.results))
-    flat = flattener.body(FlatBody(program, "", params=params, results=results))
-    return tuple(flattener.operands), flat
+    flat = found.body(OperandsOfBody(program, "", params=params, results=results))
+    return tuple(found.operands), flat
 
 
-def _of_caller(buffers: Sequence[Buffer]) -> tuple[Carried, ...]:
+def _of_caller(buffers: Sequence[Buffer]) -> tuple[CrossingValue, ...]:
     """Values that keep their sizes: no operands tie them to others."""
-    return tuple(Carried(each, -1, (None,) * len(each.shape)) for each in buffers)
+    return tuple(CrossingValue(each, -1, (None,) * len(each.shape)) for each in buffers)
 
 
 def with_paths(program: Program, prefix: str = "") -> Iterator[tuple[str, Program]]:
@@ -87,12 +89,12 @@ def _path(prefix: str, number: int, body: int) -> str:
     return f"{prefix}{number}{SEPARATOR}{body}{SEPARATOR}"
 
 
-class _Flattener:
+class _AllOperands:
     def __init__(self, mesh: Mapping[str, int]) -> None:
         self.mesh = mesh
         self.operands: list[Operands | None] = []
 
-    def body(self, flat: FlatBody) -> FlatBody:
+    def body(self, flat: OperandsOfBody) -> OperandsOfBody:
         steps = tuple(
             self.border(stmt, flat.prefix, number)
             if isinstance(stmt, CONTROL_FLOW)
@@ -113,7 +115,7 @@ class _Flattener:
 
     # --- Control flow ----------------------------------------------------------- #
 
-    def border(self, stmt: ControlFlow, prefix: str, number: int) -> FlatBorder:
+    def border(self, stmt: ControlFlow, prefix: str, number: int) -> OperandsOfBorder:
         ways = [_path(prefix, number, place) for place in range(len(stmt.bodies))]
         match stmt:
             case Scan():
@@ -123,7 +125,7 @@ class _Flattener:
             case Cond():
                 return self.cond(stmt, prefix, ways)
 
-    def scan(self, stmt: Scan, prefix: str, way: str) -> FlatBorder:
+    def scan(self, stmt: Scan, prefix: str, way: str) -> OperandsOfBorder:
         border = scan_border(stmt)
         consts = [self.enter(prefix, way, each) for each in border.consts]
         carry = [
@@ -132,7 +134,7 @@ class _Flattener:
         ]
         xs = [self.enter(prefix, way, each, stacked=1) for each in border.xs]
         ys = [self.leave(prefix, way, each) for each in border.ys]
-        body = FlatBody(
+        body = OperandsOfBody(
             stmt.body,
             way,
             enters=(*_firsts(consts), *(c.before for c in carry), *_firsts(xs)),
@@ -140,11 +142,11 @@ class _Flattener:
             results=(*(c.end for c in carry), *_firsts(ys)),
         )
         outs = *(c.behind for c in carry), *_seconds(ys)
-        return FlatBorder((self.body(body),), outs)
+        return OperandsOfBorder((self.body(body),), outs)
 
     def while_loop(
         self, stmt: While, prefix: str, to_condition: str, way: str
-    ) -> FlatBorder:
+    ) -> OperandsOfBorder:
         border = while_border(stmt)
         asking = [
             self.enter(prefix, to_condition, each) for each in border.condition_consts
@@ -164,7 +166,7 @@ class _Flattener:
             )
         ]
         before = tuple(c.before for c in carry)
-        condition = FlatBody(
+        condition = OperandsOfBody(
             stmt.condition,
             to_condition,
             enters=(*_firsts(asking), *before),
@@ -173,7 +175,7 @@ class _Flattener:
                 self.tied([(to_condition, each)])[0] for each in stmt.condition.results
             ),
         )
-        body = FlatBody(
+        body = OperandsOfBody(
             stmt.body,
             way,
             enters=(*_firsts(consts), *before),
@@ -181,9 +183,9 @@ class _Flattener:
             results=tuple(c.end for c in carry),
         )
         outs = tuple(c.behind for c in carry)
-        return FlatBorder((self.body(condition), self.body(body)), outs)
+        return OperandsOfBorder((self.body(condition), self.body(body)), outs)
 
-    def cond(self, stmt: Cond, prefix: str, ways: Sequence[str]) -> FlatBorder:
+    def cond(self, stmt: Cond, prefix: str, ways: Sequence[str]) -> OperandsOfBorder:
         (index,) = self.tied([(prefix, stmt.index)])
         operands = [
             self.tied(
@@ -206,7 +208,7 @@ class _Flattener:
             for n, out in enumerate(stmt.outs)
         ]
         bodies = [
-            FlatBody(
+            OperandsOfBody(
                 branch,
                 way,
                 enters=(index, *(each[0] for each in operands)),
@@ -215,7 +217,7 @@ class _Flattener:
             )
             for n, (way, branch) in enumerate(zip(ways, stmt.branches, strict=True))
         ]
-        return FlatBorder(
+        return OperandsOfBorder(
             tuple(map(self.body, bodies)), tuple(each[-1] for each in results)
         )
 
@@ -223,12 +225,12 @@ class _Flattener:
 
     def enter(
         self, prefix: str, way: str, each: Crossing, stacked: int = 0
-    ) -> tuple[Carried, ...]:
+    ) -> tuple[CrossingValue, ...]:
         return self.tied(
             [(prefix, each.outside)], [(way, each.inside)], stacked_in=stacked
         )
 
-    def leave(self, prefix: str, way: str, each: Crossing) -> tuple[Carried, ...]:
+    def leave(self, prefix: str, way: str, each: Crossing) -> tuple[CrossingValue, ...]:
         return self.tied([(way, each.inside)], [(prefix, each.outside)], stacked_out=1)
 
     def carry(
@@ -253,7 +255,7 @@ class _Flattener:
         writes: Sequence[tuple[str, Buffer]] = (),
         stacked_in: int = 0,
         stacked_out: int = 0,
-    ) -> tuple[Carried, ...]:
+    ) -> tuple[CrossingValue, ...]:
         """Operands by which a value has one size on both sides of a border."""
         shape = reads[0][1].shape[stacked_in:]
         dims = tuple(FactorDim(factor) for factor in range(len(shape)))
@@ -270,23 +272,23 @@ class _Flattener:
             )
         )
         return (
-            *(Carried(buffer, number, read) for _, buffer in reads),
-            *(Carried(buffer, number, written) for _, buffer in writes),
+            *(CrossingValue(buffer, number, read) for _, buffer in reads),
+            *(CrossingValue(buffer, number, written) for _, buffer in writes),
         )
 
 
 class _Carry(NamedTuple):
-    before: Carried
-    end: Carried
-    inside: Sequence[Carried]
-    behind: Carried
+    before: CrossingValue
+    end: CrossingValue
+    inside: Sequence[CrossingValue]
+    behind: CrossingValue
 
 
-def _firsts(pairs: Sequence[tuple[Carried, ...]]) -> Iterator[Carried]:
+def _firsts(pairs: Sequence[tuple[CrossingValue, ...]]) -> Iterator[CrossingValue]:
     return (pair[0] for pair in pairs)
 
 
-def _seconds(pairs: Sequence[tuple[Carried, ...]]) -> Iterator[Carried]:
+def _seconds(pairs: Sequence[tuple[CrossingValue, ...]]) -> Iterator[CrossingValue]:
     return (pair[1] for pair in pairs)
 
 

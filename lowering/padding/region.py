@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.padding.flat import FlatBody, flat_operands
+from jhost.lowering.padding.flat import OperandsOfBody, flat_operands
 from jhost.lowering.padding.operands import Operands
 from jhost.lowering.rules.dim_rule import Dims, factors_of
 
@@ -56,7 +56,7 @@ class PaddedRegion:
     """
 
     operands: tuple[Operands | None, ...]
-    body: FlatBody
+    body: OperandsOfBody
     ratios: Mapping[DimKey, Fraction]
     requests: Mapping[PadRequest, int]
 

@@ -25,7 +25,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Stmt
-from jhost.lowering.padding.flat import Carried, FlatBody, FlatBorder
+from jhost.lowering.padding.flat import CrossingValue, OperandsOfBody, OperandsOfBorder
 from jhost.lowering.padding.marks import move_marks
 from jhost.lowering.padding.operands import Operands
 from jhost.lowering.padding.region import PaddedRegion, PadRequest, plan_region
@@ -47,7 +47,7 @@ def pad_program(program: Program, requests: Sequence[PadRequest]) -> Program:
 class _Padder:
     """Pads one program of a region; its params may come padded."""
 
-    def __init__(self, region: PaddedRegion, flat: FlatBody) -> None:
+    def __init__(self, region: PaddedRegion, flat: OperandsOfBody) -> None:
         self.region = region
         self.flat = flat
         self.program = flat.program
@@ -66,7 +66,7 @@ class _Padder:
 
     def program_with_padding(self) -> Program:
         for stmt, step in zip(self.program.body, self.flat.steps, strict=True):
-            if isinstance(step, FlatBorder):
+            if isinstance(step, OperandsOfBorder):
                 assert isinstance(stmt, CONTROL_FLOW)
                 self.control_flow(stmt, step)
             elif (op := self.region.operands[step]) is None:
@@ -90,19 +90,19 @@ class _Padder:
 
     # --- Bodies ------------------------------------------------------------------- #
 
-    def shape(self, value: Carried) -> tuple[int, ...]:
+    def shape(self, value: CrossingValue) -> tuple[int, ...]:
         """The shape in which a value crosses a border."""
         return self.region.shape(value.number, value.dims, value.buffer.shape)
 
-    def crossed(self, value: Carried) -> Buffer:
+    def crossed(self, value: CrossingValue) -> Buffer:
         """A value behind a border."""
         return dataclasses.replace(value.buffer, shape=self.shape(value))
 
-    def crossing(self, value: Carried) -> Buffer:
+    def crossing(self, value: CrossingValue) -> Buffer:
         """A value before a border, in the size in which it crosses."""
         return self.version(value.buffer, self.shape(value))
 
-    def control_flow(self, stmt: ControlFlow, border: FlatBorder) -> None:
+    def control_flow(self, stmt: ControlFlow, border: OperandsOfBorder) -> None:
         ins = [tuple(map(self.crossing, each.enters)) for each in border.bodies]
         bodies = [
             _Padder(self.region, each).program_with_padding() for each in border.bodies
