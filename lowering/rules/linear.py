@@ -126,9 +126,10 @@ def _conversion(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 def _casts_numbers(eqn: JaxprEqn) -> bool:
     """Whether it casts to a dtype that devices can add up; booleans have no sums."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
     dtype = aval_of(eqn.outvars[0]).dtype
-    is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast and dtype != np.bool_ and can_be_summed(dtype)
+    return dtype != np.bool_ and can_be_summed(dtype)
 
 
 def _padding(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
