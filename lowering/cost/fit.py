@@ -31,17 +31,22 @@ class Programs:
         memory: of the bytes per second that kernels read and write.
         launch: of the seconds between two kernels.
         before: of the seconds before the first byte of a permute.
+        taken: of what collectives of one process take from matmuls beside them.
     """
 
     memory: float
     launch: float
     before: float
+    taken: float
 
 
-PROGRAMS = Programs(memory=2.7 / 2.95, launch=3 / 1.27, before=34 / 17.3)
+PROGRAMS = Programs(
+    memory=2.7 / 2.95, launch=3 / 1.27, before=34 / 17.3, taken=0.8 / 0.4
+)
 """The shipped rates, which were fitted to programs, over chains on two H100s.
 
-The chains were measured on 2026-11-24.
+The chains were measured on 2026-11-24, what collectives take on four H200s on
+2026-11-27.
 """
 
 HIDDEN = 0.5
@@ -217,7 +222,7 @@ def _collective(moved: Sequence[Transfer], taken: float | None, start: Link) -> 
         bandwidth=bandwidth,
         between_two=between_two if between_two < bandwidth else None,
         host=statistics.median(m.host for m in moved),
-        taken=start.taken if taken is None else taken,
+        taken=start.taken if taken is None else taken * PROGRAMS.taken,
     )
 
 

@@ -64,6 +64,7 @@ def measured(rates: Rates, devices: int) -> Measurements:
         host=rates.host,
         moved=tuple(moves),
         hidden=0.9 if rates.permute.beside_compute else 0.1,
+        taken=rates.collective.taken / PROGRAMS.taken if devices > 1 else None,
         puts=tuple(puts),
     )
 
@@ -101,6 +102,7 @@ def some_rates(draw: st.DrawFn) -> Rates:
             latency=H200.collective.latency * draw(FACTORS),
             bandwidth=bandwidth,
             between_two=bandwidth * draw(st.floats(0.3, 0.95)),
+            taken=draw(st.floats(0.1, 1.0)),
         ),
     )
 
