@@ -10,10 +10,10 @@ empty caches; it should grow as the number of layers does.
 
 With `--steps` they are steps of Llama 8B's width with marks that jhost chooses
 pipelines for, for GPUs that need not be there: the target says what XLA knows of one.
-The table also has the time in which XLA compiles the lowered program once, the
-assembler's included, the most memory that the process has had by then, and the million
-Python calls of a lowering, which do not depend on the machine.  This takes JAX's plugin
-for CUDA 13, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU.
+The table has three more numbers.  XLA compiles the lowered program once: that time
+includes its assembler's.  The process has had so much memory by then.  And a lowering
+makes so many million Python calls, on any machine.  This takes JAX's plugin for CUDA
+13, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ class ChooseCycles(EachProgram):
             has_little = any(each.little for each in cycle.late)
             if has_little and self.is_weighed(cycle):
                 fewer = cycle_of(scan, found, little=False)
-                yield from filter(None, [fewer])
+                if fewer is not None:
+                    yield fewer
             yield cycle
         work = late_work(found) if self.moves_work else []
         cycle = cycle_of(scan, found, work) if work else None

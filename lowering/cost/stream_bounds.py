@@ -14,7 +14,7 @@ from jhost.lowering.ir.bodies import ITERATIONS, programs
 from jhost.lowering.ir.border import scan_border
 from jhost.lowering.ir.graph import Graph, graph_of
 from jhost.lowering.ir.index import Index, Rank
-from jhost.lowering.ir.layout import axes_size, bytes_of
+from jhost.lowering.ir.layout import axes_size, bytes_in, bytes_of
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
@@ -104,7 +104,7 @@ class StreamBounds:
             case Compute() if has_contraction(stmt):
                 return self.seconds(stmt, mesh) - self.rates.host
             case Compute(ins=ins, outs=outs):
-                return sum(map(bytes_of, (*ins, *outs))) / self.rates.memory
+                return bytes_in((*ins, *outs)) / self.rates.memory
             case _:
                 return _in_bodies(stmt, self.spare_host)
 

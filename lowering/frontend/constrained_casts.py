@@ -52,7 +52,8 @@ def _narrower(body: Sequence[ir.Stmt], results: Iterable[ir.Buffer]) -> dict[str
         if isinstance(stmt, ir.Compute) and _is_cast(stmt):
             (source,), (out,) = stmt.ins, stmt.outs
             narrow, wide = sorted((source, out), key=lambda b: bits(b.dtype))
-            if {source.name, wide.name} <= inner and _differ(narrow, wide):
+            narrows = bits(narrow.dtype) < bits(wide.dtype)
+            if narrows and {source.name, wide.name} <= inner:
                 found[wide.name] = narrow.name
     return found
 
@@ -60,7 +61,3 @@ def _narrower(body: Sequence[ir.Stmt], results: Iterable[ir.Buffer]) -> dict[str
 def _is_cast(stmt: ir.Compute) -> bool:
     (unit_eqn,) = stmt.unit.eqns
     return unit_eqn.eqn.primitive.name == "convert_element_type" and bool(stmt.ins)
-
-
-def _differ(narrow: ir.Buffer, wide: ir.Buffer) -> bool:
-    return bits(narrow.dtype) < bits(wide.dtype)

@@ -84,9 +84,14 @@ def makers_of(written: Iterable[Iterable[str]]) -> dict[str, int]:
 Group: TypeAlias = Sequence[Node]
 
 
-def written_by(nodes: Iterable[Node]) -> Iterator[str]:
+def written_by(nodes: Iterable[Node]) -> set[str]:
     """The values that some nodes make."""
-    return (buffer.name for node in nodes for buffer in node.writes)
+    return {buffer.name for node in nodes for buffer in node.writes}
+
+
+def read_by(nodes: Iterable[Node]) -> set[str]:
+    """The values that some nodes read."""
+    return {buffer.name for node in nodes for buffer in node.reads}
 
 
 ShouldMerge: TypeAlias = Callable[[Group, Group], bool]

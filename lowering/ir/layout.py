@@ -87,6 +87,11 @@ def bytes_of(buffer: Buffer) -> int:
     return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
 
 
+def bytes_in(buffers: Iterable[Buffer]) -> int:
+    """Those that some buffers take on one device."""
+    return sum(map(bytes_of, buffers))
+
+
 def swapped(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """`layout` with two mesh axes in each other's place."""
     other = {axes[0]: axes[1], axes[1]: axes[0]}

@@ -9,18 +9,23 @@ from collections.abc import Iterable
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import walk
 
-SEPARATOR = "/"
+_SEPARATOR = "/"
 """Ends each part of the path to a value in a body; no buffer's name has it."""
+
+
+def path_into(path: str, *parts: int | str) -> str:
+    """The path that goes on into a body from `path`."""
+    return path + "".join(f"{part}{_SEPARATOR}" for part in parts)
 
 
 def local_name(name: str) -> str:
     """The name that a value has in its own program."""
-    return name.rpartition(SEPARATOR)[2]
+    return name.rpartition(_SEPARATOR)[2]
 
 
 def path_of(name: str) -> str:
     """The path to the body that a value is in."""
-    return name.rpartition(SEPARATOR)[0]
+    return name.rpartition(_SEPARATOR)[0]
 
 
 class FreshNames:

@@ -76,7 +76,7 @@ class Rewrite:
         value, axes = reduction.source, {axis for axis, _ in reduction.source.partial}
         while axes and isinstance(maker := self.makers.get(value.name), Compute):
             (unit_eqn,) = maker.unit.eqns
-            axes -= looked_up_over(unit_eqn)
+            axes -= _looked_up_over(unit_eqn)
             if axes and not (maker.ins and keeps_terms(unit_eqn.eqn)):
                 break
             value = maker.ins[0]
@@ -149,7 +149,7 @@ def is_reduction(stmt: Stmt) -> TypeGuard[Reshard]:
     return isinstance(stmt, Reshard) and bool(stmt.source.partial)
 
 
-def looked_up_over(unit_eqn: UnitEqn) -> set[str]:
+def _looked_up_over(unit_eqn: UnitEqn) -> set[str]:
     """The axes whose devices each look up their own steps, and else give neutrals."""
     rule = unit_eqn.rule
     if rule.contracts:  # rows of a group are multiplied, and other rows are 0.0

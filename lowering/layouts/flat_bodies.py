@@ -15,7 +15,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, ITERATIONS
 from jhost.lowering.ir.border import Crossing, scan_border, while_border
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.names import SEPARATOR
+from jhost.lowering.ir.names import path_into
 from jhost.lowering.ir.operation import Operation, operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import FactorDim
@@ -78,7 +78,7 @@ class _Flattener:
 
     def body(self, program: Program, prefix: str, repeats: int) -> FlatBody:
         steps = [
-            self.step(stmt, f"{prefix}{number}{SEPARATOR}", prefix, repeats)
+            self.step(stmt, path_into(prefix, number), prefix, repeats)
             for number, stmt in enumerate(program.body)
         ]
         return FlatBody(program, prefix, repeats, tuple(steps))
@@ -176,7 +176,7 @@ class _Flattener:
         self, stmt: ir.While, inner: str, prefix: str, repeats: int
     ) -> FlatBorder:
         """The condition reads carried values in the layouts that the body has."""
-        way, to_condition = f"{inner}body{SEPARATOR}", f"{inner}condition{SEPARATOR}"
+        way, to_condition = path_into(inner, "body"), path_into(inner, "condition")
         border, ways, asking = while_border(stmt), (prefix, way), (prefix, to_condition)
         carried = _inside(way, border.carry)
         into_body = (
@@ -207,7 +207,7 @@ class _Flattener:
         # All devices take one branch, so each device needs the whole index.
         chosen_by = self.cross(stmt, _named(prefix, [stmt.index]), [None])
         operands, outs = _named(prefix, stmt.operands), _names(prefix, stmt.outs)
-        ways = [f"{inner}{number}{SEPARATOR}" for number in range(len(stmt.branches))]
+        ways = [path_into(inner, number) for number in range(len(stmt.branches))]
         for way, branch in zip(ways, stmt.branches, strict=True):
             entering = self.cross(
                 stmt, operands, _names(way, branch.params), taking=True

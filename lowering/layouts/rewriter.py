@@ -136,7 +136,6 @@ class Rewriter:
             self.rewritten(flat, leaves)
             for flat, leaves in zip(border.bodies, border.leaves, strict=True)
         ]
-        # The first branch lays out a `cond`'s results; a `while` has its body last.
         outs, moved = self.results(border.outs, stmt.outs)
         self.body.append(with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.graph import Graph, Group, Node
+from jhost.lowering.ir.graph import Graph, Group, Node, written_by
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -155,12 +156,10 @@ class LoopBuilder:
         streamed = [g for g in groups if id(g[0]) in self.participations]
         self.adding = self.contractions.made_last(streamed)
         ahead = [*self.issued_ahead(groups)]
-        gone = {id(group[0]) for each in ahead for group in each.along}
-        stays = [group for group in groups if id(group[0]) not in gone]
-        self.find_beside(stays)
-        gone = {id(g[0]) for each in self.beside.values() for g in each}
-        stays = [group for group in stays if id(group[0]) not in gone]
-        for group in self.contractions.in_order(stays):
+        groups = _without(groups, (group for each in ahead for group in each.along))
+        self.find_beside(groups)
+        groups = _without(groups, itertools.chain(*self.beside.values()))
+        for group in self.contractions.in_order(groups):
             for each in ahead:
                 if each.work is group:
                     yield from self.ahead(each)
@@ -289,7 +288,7 @@ class LoopBuilder:
         """The values of a group that other nodes, or the caller, read."""
         inside = {id(node) for node in group}
         results = {result.name for result in self.program.results}
-        made = {buffer.name for node in group for buffer in node.writes}
+        made = written_by(group)
         return {
             name
             for name in made
@@ -310,7 +309,7 @@ class LoopBuilder:
 
     def is_unpipelined(self, group: Group) -> bool:
         """Whether marks ask for no loop here, and no mark asks for one."""
-        made = {buffer.name for node in group for buffer in node.writes}
+        made = written_by(group)
         return bool(made & self.unpipelined) and not made & self.marked
 
     def built(self, groups: Sequence[Group]) -> Built:
@@ -325,3 +324,9 @@ class LoopBuilder:
 
     def participation(self, node: Node) -> Participation:
         return self.participations[id(node)]
+
+
+def _without(groups: Sequence[Group], gone: Iterable[Group]) -> list[Group]:
+    """The groups that are not `gone`; a group is known by its first node."""
+    first = {id(group[0]) for group in gone}
+    return [group for group in groups if id(group[0]) not in first]

@@ -13,7 +13,7 @@ from jax import lax
 
 from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Group, Node, read_by
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.loops.pipelining import Pipelining
@@ -58,8 +58,7 @@ class LoopSpec:
     def of(self, nodes: Group) -> LoopSpec:
         """The spec of some of the nodes; what the other nodes read leaves the loop."""
         own = set(map(id, nodes))
-        others = (node for node in self.nodes if id(node) not in own)
-        read = {buffer.name for node in others for buffer in node.reads}
+        read = read_by(node for node in self.nodes if id(node) not in own)
         return dataclasses.replace(self, nodes=nodes, leaving=self.leaving | read)
 
 

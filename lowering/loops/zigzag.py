@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from jhost._text import counted
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.graph import Node, written_by
 from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operand_maps
@@ -46,7 +46,7 @@ class ZigzagLoop(P2PLoop):
                 ordered[buffer.name] = dataclasses.replace(buffer, name=name)
                 self.exchanges.append((buffer, dims[buffer.name]))
         self.ordered = ordered
-        self.made = {buffer.name for node in spec.nodes for buffer in node.writes}
+        self.made = written_by(spec.nodes)
         super().__init__(_reordered(spec, {name: ordered[name] for name in dims}))
 
     def statements(self) -> list[ir.Stmt]:
@@ -158,7 +158,7 @@ def dims_in_zigzag_order(spec: LoopSpec) -> Mapping[str, int] | str:
         return "exchanges are predicted to take longer than they save"
     if spec.extent % 2:
         return f"a device's {counted(spec.extent, 'position')} cannot be halved"
-    made = {buffer.name for node in spec.nodes for buffer in node.writes}
+    made = written_by(spec.nodes)
     for node in spec.nodes:
         if reason := _reason(node, spec, made):
             return reason

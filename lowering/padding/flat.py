@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.border import Crossing, scan_border, while_border
-from jhost.lowering.ir.names import SEPARATOR
+from jhost.lowering.ir.names import path_into
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Cond, ControlFlow, Scan, While
 from jhost.lowering.padding.operands import Operands, operands_of
@@ -82,11 +82,7 @@ def with_paths(program: Program, prefix: str = "") -> Iterator[tuple[str, Progra
         for place, body in enumerate(
             stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ()
         ):
-            yield from with_paths(body, _path(prefix, number, place))
-
-
-def _path(prefix: str, number: int, body: int) -> str:
-    return f"{prefix}{number}{SEPARATOR}{body}{SEPARATOR}"
+            yield from with_paths(body, path_into(prefix, number, place))
 
 
 class _AllOperands:
@@ -116,7 +112,7 @@ class _AllOperands:
     # --- Control flow ----------------------------------------------------------- #
 
     def border(self, stmt: ControlFlow, prefix: str, number: int) -> OperandsOfBorder:
-        ways = [_path(prefix, number, place) for place in range(len(stmt.bodies))]
+        ways = [path_into(prefix, number, place) for place in range(len(stmt.bodies))]
         match stmt:
             case Scan():
                 return self.scan(stmt, prefix, *ways)

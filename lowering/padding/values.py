@@ -138,7 +138,8 @@ class _Padder:
         for buffer in made:
             kept = self.kept[buffer.name]
             if kept.name != buffer.name:
-                self.versions[_as_it_is(buffer)] = self.cut(kept, buffer.shape, buffer)
+                version = buffer.name, buffer.shape, _any_fill(buffer), ()
+                self.versions[version] = self.cut(kept, buffer.shape, buffer)
 
     def resized(self, number: int, stmt: Compute, reads: Sequence[Buffer]) -> Compute:
         """`stmt` with as many steps in its rule as it has in the region.
@@ -240,9 +241,7 @@ class _Padder:
                 self.read_unpadded.add(buffer.name)
             return kept
         # Anything would do where nothing reduces the dim.
-        fill = np.zeros((), buffer.dtype)[()]
-        if reducer is not None:
-            fill = identity(reducer, buffer.dtype)
+        fill = _any_fill(buffer) if reducer is None else identity(reducer, buffer.dtype)
         wanted = buffer.name, shape, fill, masked
         if wanted not in self.versions:
             self.versions[wanted] = self.fitted(buffer, shape, fill, masked)
@@ -318,6 +317,6 @@ class _Padder:
         return Note(form=text, where=request.where, values=(value,))
 
 
-def _as_it_is(buffer: Buffer) -> _Version:
-    """The version of a value that has no padding."""
-    return buffer.name, buffer.shape, np.zeros((), buffer.dtype)[()], ()
+def _any_fill(buffer: Buffer) -> Any:
+    """What fills padding that nothing reads, or that is not there."""
+    return np.zeros((), buffer.dtype)[()]

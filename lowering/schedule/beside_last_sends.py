@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
-from jhost.lowering.ir.graph import Group
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.graph import Group, read_by, written_by
+from jhost.lowering.ir.layout import bytes_in
 from jhost.lowering.schedule.shards_ahead import WorkAhead
 
 _LEAST = 1 << 20
@@ -30,19 +30,17 @@ def beside_last_sends(
     stretch = [*itertools.takewhile(lambda group: not order.is_work(group), behind)]
     ready = _made_of(order, stretch, {*given})
     rest = (group for group in stretch if group not in ready)
-    read_by_rest = {b.name for group in rest for node in group for b in node.reads}
+    read_by_rest = read_by(itertools.chain(*rest))
     chosen = list[Group]()
     wanted = set[str]()
     for group in reversed(ready):
-        writes = [buffer for node in group for buffer in node.writes]
-        reads = {buffer.name for node in group for buffer in node.reads}
-        names = {buffer.name for buffer in writes}
-        large = names & wanted or sum(map(bytes_of, writes)) >= _LEAST
-        if large and names.isdisjoint(read_by_rest):
+        made = written_by(group)
+        size = bytes_in(buffer for node in group for buffer in node.writes)
+        if (made & wanted or size >= _LEAST) and made.isdisjoint(read_by_rest):
             chosen.append(group)
-            wanted |= reads
+            wanted |= read_by(group)
         else:
-            read_by_rest |= reads
+            read_by_rest |= read_by(group)
     return chosen[::-1]
 
 
@@ -53,10 +51,10 @@ def _made_of(
     found = list[Group]()
     for group in stretch:
         (node, *more), in_loops = group, order.contractions.in_loops
-        reads = {buffer.name for buffer in node.reads}
+        reads = read_by([node])
         if more or node.barrier or id(node) in in_loops or not reads:
             continue
         if reads <= known and order.goes_along(group):
             found.append(group)
-            known |= {buffer.name for buffer in node.writes}
+            known |= written_by([node])
     return found

@@ -10,13 +10,12 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import Aliases, reads_writes, written
 from jhost.lowering.ir.graph import makers_of
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.layout import bytes_in, bytes_of
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, OWN
 from jhost.lowering.schedule.barriers import Barriers
 from jhost.lowering.schedule.cheap import (
-    bytes_in,
     can_wait,
     is_cheap,
     is_in_place,

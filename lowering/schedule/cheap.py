@@ -5,10 +5,10 @@ Blocks of statements (`blocks.py`) and groups of nodes (`shards_ahead.py`) ask a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.layout import bytes_in
 from jhost.lowering.rules.properties import VIEWS
 
 _PARTS = VIEWS | {"dynamic_slice", "slice"}
@@ -77,8 +77,3 @@ def may_go_along(stmt: ir.Stmt) -> bool:
     views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
     numbers = not any(out.shape for out in stmt.outs)  # scalars, such as an index
     return views or numbers or bytes_in(stmt.outs) <= bytes_in(stmt.ins)
-
-
-def bytes_in(buffers: Sequence[ir.Buffer]) -> int:
-    """The bytes of some values."""
-    return sum(map(bytes_of, buffers))

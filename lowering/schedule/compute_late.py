@@ -8,15 +8,15 @@ same rows, and would be kept from there to the loop that reads them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.layout import bytes_in
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
-from jhost.lowering.ir.statements import Buffer, Compute, Stmt
+from jhost.lowering.ir.statements import Compute, Stmt
 from jhost.lowering.schedule.recompute.loops import with_copies
 from jhost.lowering.streams.plan import with_plan_of
 
@@ -62,7 +62,7 @@ def _places(program: Program, late: Container[str]) -> list[int]:
             kept = [b for b in reads if last.get(b.name, number) < reader]
             # Moved, the statement keeps its operands alive until then, and not its
             # result.
-            if writes[0].name in late or _bytes(kept) <= _bytes(writes):
+            if writes[0].name in late or bytes_in(kept) <= bytes_in(writes):
                 places[number] = reader
         place = places[number]
         for buffer in reads:
@@ -76,7 +76,3 @@ def _can_wait(stmt: Stmt) -> bool:
         not (eqn.eqn.effects or eqn.rule.is_closed or eqn.rule.reduces)
         for eqn in stmt.unit.eqns
     )
-
-
-def _bytes(buffers: Sequence[Buffer]) -> int:
-    return sum(map(bytes_of, buffers))

@@ -29,7 +29,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.layout import bytes_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Cycle:
     def bytes(self) -> int:
         """The bytes that an iteration carries besides for the next one, a device."""
         came = (each.stmt.out for each in self.early)
-        return sum(map(bytes_of, (*came, *self.terms.values())))
+        return bytes_in((*came, *self.terms.values()))
 
     @property
     def inside(self) -> range:

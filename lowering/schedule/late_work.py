@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterator, Set
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.layout import bytes_in
 from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.blocks import work_of
 from jhost.lowering.schedule.cycle import Late
@@ -86,7 +86,7 @@ class _FreeProducts:
                 # An operand that two products have in common is handed on once.
                 more = [t for t in self.terms(group) if t.name not in carried]
                 # Products that are added up have room for each of them.
-                size = sum(map(bytes_of, more)) // len(group.products)
+                size = bytes_in(more) // len(group.products)
                 if place is not None and size <= room:
                     room -= size
                     carried |= {term.name for term in more}

@@ -39,8 +39,11 @@ def cycle_of(
     if own_stacks(scan, found):
         return None
     of_work = {stmt.name for each in work for stmt in each.transfers}
-    sums = (each for each in found.late() if little or not each.little)
-    sums = (each for each in sums if of_work.isdisjoint(_sent(each)))
+    sums = (
+        each
+        for each in found.late()
+        if (little or not each.little) and of_work.isdisjoint(_sent(each))
+    )
     early, late = tuple(found.early()), (*sums, *work)
     if not (early or late):
         return None

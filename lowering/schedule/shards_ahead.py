@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
-from jhost.lowering.ir.graph import Group, Node, makers_of, written_by
+from jhost.lowering.ir.graph import Group, Node, makers_of, read_by, written_by
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.schedule.cheap import makers_and_along, may_go_along
@@ -73,7 +73,7 @@ class WorkAhead:
                 [node.reads[0].name],
                 self.makers,
                 lambda number: self.goes_along(self.groups[number]),
-                self.reads,
+                lambda number: read_by(self.groups[number]),
             )
             ready = max(makers, default=-1)
             first = next((number for number in before if number > ready), None)
@@ -92,10 +92,6 @@ class WorkAhead:
             some = tuple(self.groups[each] for each in along if each > number)
             along = [each for each in along if each <= number]
             yield IssuedAhead(node, loop, self.groups[number], some, part)
-
-    def reads(self, number: int) -> list[str]:
-        """The values that a group reads."""
-        return [buffer.name for node in self.groups[number] for buffer in node.reads]
 
     def goes_along(self, group: Group) -> bool:
         """Whether a group is one cheap statement, and makes no more than it reads."""

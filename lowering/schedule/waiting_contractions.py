@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from jhost.lowering.ir.graph import Group, Node, makers_of, written_by
+from jhost.lowering.ir.graph import Group, Node, makers_of, read_by, written_by
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.schedule.cheap import can_wait
@@ -36,7 +36,7 @@ class WaitingContractions:
         self.in_loops = in_loops
         self.put_off: list[Group] = []
         # Names of what is still to be made: a sum that reads none of them is ready.
-        self.unmade = {buffer.name for node in graph for buffer in node.writes}
+        self.unmade = written_by(graph)
 
     def in_order(self, groups: Sequence[Group]) -> Iterator[Group]:
         """The groups as they are to be written; loops take contractions meanwhile."""
@@ -66,7 +66,7 @@ class WaitingContractions:
 
     def made(self, nodes: Iterable[Node]) -> None:
         """Note that the values of these nodes are there from now on."""
-        self.unmade -= _written(nodes)
+        self.unmade -= written_by(nodes)
 
     def beside(self) -> list[Node]:
         """The contractions beside the next transfer: its share of the ready ones."""
@@ -95,15 +95,17 @@ class WaitingContractions:
 
     def late(self) -> set[str]:
         """The values of waiting contractions, and the values made of these."""
-        return _written(node for each in (self.waiting, *self.put_off) for node in each)
+        return written_by(
+            node for each in (self.waiting, *self.put_off) for node in each
+        )
 
     def before(self, group: Group) -> Iterator[Group]:
         """The waiting nodes that make the operands of a group."""
         wanted = _read(group)
         for each in reversed(self.put_off):
-            if not wanted.isdisjoint(_written(each)):
+            if not wanted.isdisjoint(written_by(each)):
                 wanted |= _read(each)
-        read = [node for node in self.waiting if wanted & _written([node])]
+        read = [node for node in self.waiting if wanted & written_by([node])]
         yield from ((node,) for node in self.taken(read))
         yield from self.resumed()
 
@@ -120,9 +122,4 @@ class WaitingContractions:
 
 def _read(group: Group) -> set[str]:
     """The values that a group reads, or that are in one barrier with it."""
-    read = {buffer.name for node in group for buffer in node.reads}
-    return read.union(*(node.barrier for node in group))
-
-
-def _written(nodes: Iterable[Node]) -> set[str]:
-    return {*written_by(nodes)}
+    return read_by(group).union(*(node.barrier for node in group))

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Group, Node, written_by
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.queues import OWN, on_stream
 
@@ -27,7 +27,7 @@ def in_turns(
     Transfers of values from outside of the loop come first.  Transfers in a row are
     issued together, beside the same contractions.
     """
-    made = {buffer.name for node in nodes for buffer in node.writes}
+    made = written_by(nodes)
     order = sorted(
         nodes, key=lambda node: not is_moved(node) or node.reads[0].name in made
     )
@@ -69,7 +69,7 @@ def _released(work: Group, waiting: Group) -> Group:
     With what they are made of.  Other cheap work comes later, because XLA fuses it with
     what reads it only if no wait stands between the two.
     """
-    unmade = {buffer.name for node in waiting for buffer in node.writes}
+    unmade = written_by(waiting)
     ready: list[Node] = []
     for node in work:
         if unmade.isdisjoint((*(buffer.name for buffer in node.reads), *node.barrier)):

@@ -145,8 +145,8 @@ OTHERS = [
     ({"fsdp": 2, "tp": 2}, "together"),
     ({"dp": 2, "tp": 2}, "apart"),
 ]
-# Of the same axes as those above, on other devices.  Those of fsdp within a process are
-# those of 8B below.
+# Of the same axes as those above, on other devices.  The steps of 8B below are over
+# fsdp within a process.
 REPEATS = [
     ({"tp": 4}, "together"),
     ({"dp": 2, "tp": 2}, "together"),

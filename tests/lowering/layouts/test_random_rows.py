@@ -34,15 +34,16 @@ _DTYPES = {
     "i8": np.int8,
 }
 _HARD = [-0.0, -1e-8, 1 / 3, 99.0]
-"""Numbers that a cast rounds, or whose sign another zero would change."""
+"""A cast rounds some of these, and adding 0.0 to -0.0 would change its sign."""
 _UPDATES = ("add", "subtract", "multiply", "max", "min", "set")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A lookup, or an update by that name, of `rows` at `tokens`, and where all is.
+    """A table of `rows`, which is read or updated at `tokens`, and how both lie.
 
-    What is looked up may be cast, with a constraint or without.
+    `update` names the update.  Without one the rows are read, and may be constrained
+    and cast.
     """
 
     update: str | None

@@ -143,16 +143,18 @@ def test_a_cotangent_comes_beside_the_work_in_front_of_its_loop(devices: int) ->
     assert 0 not in hidden_by(program)
 
 
+@jax.checkpoint
+def behind_three_blocks(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """A block, and before it three others, which are computed again with it."""
+    return block(blocks(x, *weights[:6]), *weights[6:])
+
+
 def test_a_cotangent_comes_two_works_before_its_loop_and_its_first_shard_three() -> (
     None
 ):
-    """It takes memory from then on.  Three blocks are computed again before its own."""
-
-    @jax.checkpoint
-    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        return block(blocks(x, *weights[:6]), *weights[6:])
-
-    program = program_of(gradients(f, 9), *operands(4, 4), **settled(4, 4))
+    """It takes memory from then on."""
+    gradient = gradients(behind_three_blocks, 9)
+    program = program_of(gradient, *operands(4, 4), **settled(4, 4))
     assert hidden_by(program)[:3] == [9, 6, 6]
 
 
@@ -163,13 +165,9 @@ def test_a_cotangent_comes_two_works_before_its_loop_and_its_first_shard_three()
 def test_the_first_of_several_shards_comes_a_work_earlier(
     devices: int, run: Callable[..., Program]
 ) -> None:
-    """The loops of three blocks that are computed again are such works."""
-
-    @jax.checkpoint
-    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        return block(blocks(x, *weights[:6]), *weights[6:])
-
-    program = run(gradients(f, 9), *operands(devices, 4), **settled(devices, 4))
+    """The loops of blocks that are computed again are such works."""
+    gradient = gradients(behind_three_blocks, 9)
+    program = run(gradient, *operands(devices, 4), **settled(devices, 4))
     first, *others = hidden_by(program)[: devices - 1]
     assert all(0 < other < first for other in others)
 
