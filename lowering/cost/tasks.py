@@ -217,7 +217,7 @@ class _Unrolled(Machine):
         predicted = [self.predict(body) for body in stmt.bodies]
         match stmt:
             case ir.Scan(length=length):
-                inside = predicted[0] * length
+                inside = (predicted[0] + self.slices_sent(stmt)) * length
             case ir.While():
                 inside = sum(predicted, Prediction()) * ITERATIONS
             case ir.Cond():
@@ -231,6 +231,22 @@ class _Unrolled(Machine):
             inside=inside,
         )
         self.add(task, stmt.outs)
+
+    def slices_sent(self, scan: ir.Scan) -> Prediction:
+        """What cutting the slices takes that an iteration sends as they are.
+
+        Others are read in place, or as what is made of them.
+        """
+        sent = {
+            stmt.source.name
+            for stmt in statements(scan.body)
+            if isinstance(stmt, ir.Communicate)
+        }
+        slices = scan.body.params[len(scan.ins) - len(scan.xs) :]
+        cut = [Kernel(2 * bytes_of(each)) for each in slices if each.name in sent]
+        seconds = sum(kernel.seconds(self.rates) for kernel in cut)
+        host = len(cut) * self.rates.host
+        return Prediction(total=seconds, compute=seconds, host=host)
 
     def meeting(self, body: Program) -> float:
         """The seconds that the first transfer of a body takes more than the others."""

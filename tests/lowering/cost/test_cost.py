@@ -469,6 +469,27 @@ def test_control_flow_and_accumulators_are_simulated() -> None:
     assert predicted.total == predicted.compute + predicted.communication
 
 
+def test_a_scan_cuts_out_the_slices_that_it_sends() -> None:
+    """And reads others in place, or as what is made of them."""
+
+    def scanned(send_cast: bool) -> float:
+        def layers(x: jax.Array, ws: jax.Array) -> jax.Array:
+            def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+                w = jnp.sin(w) if send_cast else w
+                return x @ jhost.shard(w, P()), None
+
+            ws = jhost.shard(ws, P(None, "dp"))
+            return lax.scan(layer, jhost.shard(x, P("dp")), ws)[0]
+
+        rates = dataclasses.replace(RATES, memory=1.0, matmul=float("inf"))
+        program = lowered(layers, (8, 4), (3, 4, 4), dp=2)
+        return predict(program, rates).compute
+
+    shard = 4 * 4 * 4 // 2
+    cut, cast = 3 * 2 * shard, 3 * 2 * shard  # read and written in each iteration
+    assert scanned(False) - cut == scanned(True) - cast > 0
+
+
 def test_in_a_body_collectives_run_beside_nothing_by_default() -> None:
     """What the gather could run beside is a matmul that does not need it."""
 
