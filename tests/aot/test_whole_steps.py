@@ -145,13 +145,6 @@ OTHERS = [
     ({"fsdp": 2, "tp": 2}, "together"),
     ({"dp": 2, "tp": 2}, "apart"),
 ]
-# Of the same axes as those above, on other devices.  The steps of 8B below are over
-# fsdp within a process.
-REPEATS = [
-    ({"tp": 4}, "together"),
-    ({"dp": 2, "tp": 2}, "together"),
-    ({"fsdp": 2, "tp": 2}, "apart"),
-]
 
 
 def _said(each: Any) -> str:
@@ -161,11 +154,7 @@ def _said(each: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
-@pytest.mark.parametrize(
-    ("axes", "where"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in REPEATS)],
-    ids=_said,
-)
+@pytest.mark.parametrize(("axes", "where"), QUICK, ids=_said)
 def test_no_large_transfer_of_a_step_waits_beside_nothing(
     axes: dict[str, int], where: str, request: pytest.FixtureRequest
 ) -> None:
