@@ -167,20 +167,22 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["compiled"] = node.config.stash[COMPILED]
 
 
-# The stages whose code asks nothing of JAX that its versions answer differently.  What
-# does is checked with either, by the tests of rules, of the frontend, of emission and
-# interpretation, and of whole programs.  These are tried with the oldest JAX, whose XLA
-# compiles them in half the time: that of 0.12 starts MLIR for each kernel on a CPU.
-STAGES = (
-    "cost",
-    "ir",
-    "layouts",
-    "loops",
-    "padding",
-    "schedule",
-    "streams",
-    "units",
-    "verify",
+# The stages whose code asks nothing of JAX that its versions answer differently, and
+# what we measure with.  What does ask is tried with either: rules, the frontend,
+# emission, interpretation, and whole programs.  These are tried with the oldest JAX,
+# whose XLA compiles them in half the time: that of 0.12 starts MLIR for each kernel.
+OLDEST = (
+    "lowering/cost/",
+    "lowering/ir/",
+    "lowering/layouts/",
+    "lowering/loops/",
+    "lowering/padding/",
+    "lowering/schedule/",
+    "lowering/streams/",
+    "lowering/units/",
+    "lowering/verify/",
+    "test_benchmarks.py",
+    "test_step_benchmark.py",
 )
 # What all stages together give, who ask nothing more of JAX: of these files each test
 # is tried with one of the two, one in four with the newest.
@@ -288,12 +290,12 @@ def _grouped(
 
 def _halved(item: pytest.Item) -> tuple[str, str]:
     """Which JAX tries a test, and what of its variants are halved together."""
-    place = _place(item.path)
+    file = "/".join(_place(item.path))
     if item.get_closest_marker("newest"):
         return "newest", ""
-    if place[0] == "lowering" and place[1] in STAGES:
+    if file.startswith(OLDEST):
         return "oldest", ""
-    if (file := "/".join(place)) in EITHER:
+    if file in EITHER:
         return "either", file
     slow = item.get_closest_marker("slow")
     return ("newest", "") if slow else ("both", item.nodeid.partition("[")[0])
