@@ -58,8 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=6,
         metavar="N",
-        help="how many random programs a property test tries (default: %(default)s; "
-        "of rules and plans at most 25)",
+        help="how many examples a property test tries (default: %(default)s; of rules "
+        "and plans at most 25)",
     )
     group.addoption(
         "--variants",
@@ -74,8 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         choices=(0, 1),
         default=None,
-        help="try one half of the variants of each test, as another run tries the "
-        "other; all of those that are slow or marked `newest`, and all that have none",
+        help="try what CI tries with the oldest JAX (0) or with the newest (1), which "
+        "together try all tests",
     )
     group.addoption(
         "--keep-compiled",
@@ -84,11 +84,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "(default: for the workers of this run)",
     )
     group.addoption(
-        "--other-programs",
+        "--programs",
         type=int,
         default=None,
         metavar="N",
-        help="try N random programs, other than those that a run without this tries",
+        help="how many random programs the tests of whole programs try (default: as "
+        "many as --examples); with --hypothesis-seed others than without",
     )
     group.addoption(
         "--explore",
@@ -117,7 +118,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[COMPILED] = given.get("compiled") or _folder_of_compiled(config)
     _share_compiled(config.stash[COMPILED])
     examples: Any = config.getoption("--examples")
-    others: Any = config.getoption("--other-programs")
+    programs: Any = config.getoption("--programs")
+    seed: Any = config.getoption("--hypothesis-seed")
     hypothesis.settings.register_profile(
         "jhost",
         max_examples=min(25, examples),  # for rules and plans
@@ -132,8 +134,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where all programs are tried by two runs, they are not to be the same twice.
     hypothesis.settings.register_profile(
         "programs",
-        max_examples=others or examples,
-        derandomize=not (others or config.getoption("explore")),
+        max_examples=programs or examples,
+        derandomize=seed is None and not config.getoption("explore"),
     )
 
 
@@ -165,25 +167,27 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["compiled"] = node.config.stash[COMPILED]
 
 
-# The stages whose code asks nothing of JAX that its versions answer differently.  What
-# does is checked with the oldest as well, by the tests of rules, of the frontend, of
-# emission and interpretation, and of whole programs.
-NEWEST = (
-    "cost",
-    "ir",
-    "layouts",
-    "loops",
-    "padding",
-    "schedule",
-    "streams",
-    "units",
-    "verify",
+# The stages whose code asks nothing of JAX that its versions answer differently, and
+# what we measure with.  What does ask is tried with either: rules, the frontend,
+# emission, interpretation, and whole programs.  These are tried with the oldest JAX,
+# whose XLA compiles them in half the time: that of 0.12 starts MLIR for each kernel.
+OLDEST = (
+    "lowering/cost/",
+    "lowering/ir/",
+    "lowering/layouts/",
+    "lowering/loops/",
+    "lowering/padding/",
+    "lowering/schedule/",
+    "lowering/streams/",
+    "lowering/units/",
+    "lowering/verify/",
+    "test_benchmarks.py",
+    "test_step_benchmark.py",
 )
-# What all stages together give, who ask nothing more of JAX: of these files
-# each test is tried with one of the two, as of others each variant.
+# What all stages together give, who ask nothing more of JAX: of these files each test
+# is tried with one of the two, one in four with the newest.
 EITHER = (
     "examples/test_decode.py",
-    "examples/test_llama.py",
     "examples/test_notebooks.py",
     "examples/test_pipeline.py",
     "jhost/test_annotate.py",
@@ -214,7 +218,6 @@ EITHER = (
     "jhost/test_ring_written_out.py",
     "jhost/test_summary.py",
     "jhost/test_testing.py",
-    "jhost/test_training.py",
     "jhost/test_tune.py",
     "jhost/test_whole_programs.py",
     "jhost/test_wide_values.py",
@@ -228,14 +231,19 @@ EITHER = (
     "runtime/test_agreement.py",
     "runtime/test_launch.py",
     "runtime/test_nccl.py",
-    "test_examples.py",
     "test_found_programs.py",
     "test_patterns.py",
     "test_torch_step.py",
     "test_wheel.py",
 )
-# What the oldest does not run, as flax or the compiler for GPUs is not there.
-NOT_THERE = ("tests/aot/", "nnx")
+# What needs the compiler for GPUs, flax or optax, which the oldest does not have.
+NOT_THERE = (
+    "tests/aot/",
+    "nnx",
+    "tests/examples/test_llama.py",
+    "tests/jhost/test_training.py",
+    "tests/test_examples.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
@@ -243,9 +251,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     for item in items:
-        not_there = any(name in item.nodeid for name in NOT_THERE)
-        in_lowering, folder, *_ = (*_place(item.path), "")
-        if not_there or (in_lowering == "lowering" and folder in NEWEST):
+        if any(name in item.nodeid for name in NOT_THERE):
             item.add_marker("newest")
     if left_out := set() if config.option.keyword else _left_out(config, items):
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
@@ -266,38 +272,48 @@ def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Ite
     most: Any = config.getoption("variants")
     half: Any = config.getoption("half")
     if half is not None:
-        each = _variants(items, ("slow", "newest"), _shared)
-        return {item for some in each for item in _other_half(some, half)}
-    return {i for some in _variants(items, ("slow",)) for i in _beyond(most, some)}
+        each = _grouped(items, _halved).items()
+        return {i for (by, _), some in each for i in _other_half(by, some, half)}
+    quick = (item for item in items if not item.get_closest_marker("slow"))
+    each = _grouped(quick, lambda item: item.nodeid.partition("[")[0]).values()
+    return {item for some in each for item in _beyond(most, some)}
 
 
-def _test_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
-
-
-def _shared(item: pytest.Item) -> str:
-    """What has variants of which either JAX tries some: a test, or a file of tests."""
-    name = "/".join(_place(item.path))
-    return name if name in EITHER else _test_of(item)
-
-
-def _variants(
-    items: list[pytest.Item],
-    without: tuple[str, ...],
-    key: Callable[[pytest.Item], str] = _test_of,
-) -> Iterable[list[pytest.Item]]:
-    """The variants of each test that has none of those marks."""
-    found: dict[str, list[pytest.Item]] = {}
+def _grouped(
+    items: Iterable[pytest.Item], key: Callable[[pytest.Item], Any]
+) -> dict[Any, list[pytest.Item]]:
+    found: dict[Any, list[pytest.Item]] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, without)):
-            found.setdefault(key(item), []).append(item)
-    return found.values()
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
-def _other_half(variants: list[pytest.Item], half: int) -> Iterator[pytest.Item]:
-    """Not each second one: what takes turns among variants is in both halves."""
+def _halved(item: pytest.Item) -> tuple[str, str]:
+    """Which JAX tries a test, and what of its variants are halved together."""
+    file = "/".join(_place(item.path))
+    if item.get_closest_marker("newest"):
+        return "newest", ""
+    if file.startswith(OLDEST):
+        return "oldest", ""
+    if file in EITHER:
+        return "either", file
+    slow = item.get_closest_marker("slow")
+    return ("newest", "") if slow else ("both", item.nodeid.partition("[")[0])
+
+
+def _other_half(
+    tried_by: str, variants: list[pytest.Item], half: int
+) -> Iterator[pytest.Item]:
+    """What the other of CI's two runs tries: 0 is with the oldest JAX."""
     for number, item in enumerate(variants):
-        if len(variants) > 1 and number.bit_count() % 2 != half:
+        # Not each second one: what takes turns among variants is in both halves.
+        halves = {
+            "oldest": 0,
+            "newest": 1,
+            "either": int(number % 4 == 1),
+            "both": number.bit_count() % 2 if len(variants) > 1 else half,
+        }
+        if halves[tried_by] != half:
             yield item
 
 

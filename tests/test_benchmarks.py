@@ -50,8 +50,6 @@ from benchmarks.arms.base import tied  # noqa: E402
 from benchmarks.axes import Axes, along_tp  # noqa: E402
 from benchmarks.communication import Whole  # noqa: E402
 
-pytestmark = pytest.mark.newest  # what we measure with, and not the library
-
 
 def script(name: str) -> dict[str, Any]:
     return runpy.run_path(str(BENCHMARKS / name))
@@ -670,6 +668,7 @@ def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
         report.main([str(stored), "--page", str(page), "--no-plots"])
 
 
+@pytest.mark.newest
 def test_a_plot_is_drawn_and_stays_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn: list[str] = []
@@ -680,6 +679,7 @@ def test_a_plot_is_drawn_and_stays_the_same(tmp_path: Path) -> None:
     assert "<svg" in drawn[0]
 
 
+@pytest.mark.newest
 def test_a_plot_speaks_of_a_ceiling_only_where_it_draws_one(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with_it, without = tmp_path / "with.svg", tmp_path / "without.svg"
@@ -689,6 +689,7 @@ def test_a_plot_speaks_of_a_ceiling_only_where_it_draws_one(tmp_path: Path) -> N
     assert "ceiling" not in without.read_text()
 
 
+@pytest.mark.newest
 def test_timelines_before_and_after_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -703,6 +704,7 @@ def test_timelines_before_and_after_are_drawn(
     assert "p2p: mlp on tp=2" in shown
 
 
+@pytest.mark.newest
 def test_a_step_before_and_after_is_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

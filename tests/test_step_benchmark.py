@@ -29,8 +29,6 @@ from benchmarks.step import (
 from benchmarks.timing import CODE_PATH
 from tests.benchmark_runs import in_two_processes
 
-pytestmark = pytest.mark.newest  # what we measure with, and not the library
-
 
 def run(path: Path, *options: str) -> dict[str, Any]:
     tiny = ["--quick", "--layers", "1", "--no-profile", "--json", str(path)]

@@ -145,13 +145,6 @@ OTHERS = [
     ({"fsdp": 2, "tp": 2}, "together"),
     ({"dp": 2, "tp": 2}, "apart"),
 ]
-# Of the same axes as those above, on other devices.  The steps of 8B below are over
-# fsdp within a process.
-REPEATS = [
-    ({"tp": 4}, "together"),
-    ({"dp": 2, "tp": 2}, "together"),
-    ({"fsdp": 2, "tp": 2}, "apart"),
-]
 
 
 def _said(each: Any) -> str:
@@ -161,11 +154,7 @@ def _said(each: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
-@pytest.mark.parametrize(
-    ("axes", "where"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in REPEATS)],
-    ids=_said,
-)
+@pytest.mark.parametrize(("axes", "where"), QUICK, ids=_said)
 def test_no_large_transfer_of_a_step_waits_beside_nothing(
     axes: dict[str, int], where: str, request: pytest.FixtureRequest
 ) -> None:
@@ -184,13 +173,10 @@ def test_nor_one_over_other_axes(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
-@pytest.mark.parametrize("axis", ["dp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_marks_that_a_mesh_gives_nothing_change_nothing(
-    axis: str, together: MakeH200s
-) -> None:
+def test_marks_that_a_mesh_gives_nothing_change_nothing(together: MakeH200s) -> None:
     """The marked dims lie whole on each device of such a mesh."""
-    case = Case(SMALL, 4096, "scan-checkpoint", 4, 16, ((axis, 2),))
-    mesh = together({axis: 2})
+    case = Case(SMALL, 4096, "scan-checkpoint", 4, 16, (("fsdp", 2),))
+    mesh = together({"fsdp": 2})
     with (
         jax.numpy_dtype_promotion("standard"),
         mock.patch.object(model, "_attention", of_linear_layers),
@@ -239,15 +225,14 @@ MOVED = re.compile(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("devices", [2, 4])
 def test_a_step_of_8b_takes_no_more_memory_and_moves_its_masters_in_bfloat16(
-    devices: int, together: MakeH200s
+    together: MakeH200s,
 ) -> None:
     """All scalars are added up in one transfer, and no large one waits.
 
     The vocabulary's gradient goes by permutes, and takes 2.6 GB until these have ended.
     """
-    axes = (("fsdp", devices),)
+    axes = (("fsdp", 4),)
     case = Case(*WIDTHS["8b"], "scan-checkpoint", LAYERS, 8, axes).with_cudnn()
     mesh = together(dict(axes))
     with jax.numpy_dtype_promotion("standard"):

@@ -193,6 +193,7 @@ def form(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.newest
 def test_the_page_shows_what_its_example_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +237,7 @@ def test_the_trace_has_a_process_a_device_and_a_thread_a_stream(
     assert any("AllGather" in event["args"]["statement"] for event in ran)
 
 
+@pytest.mark.newest
 def test_a_png_is_one(report: jhost.OverlapReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.save(tmp_path / "f.png")
@@ -245,6 +247,7 @@ def test_a_png_is_one(report: jhost.OverlapReport, tmp_path: Path) -> None:
     assert width > height > 200
 
 
+@pytest.mark.newest
 def test_an_svg_is_one_and_always_the_same(
     report: jhost.OverlapReport, tmp_path: Path
 ) -> None:
@@ -266,6 +269,7 @@ def page_of(report: jhost.OverlapReport, folder: Path) -> str:
     return (folder / "f.html").read_text()
 
 
+@pytest.mark.newest
 def test_a_page_has_the_tables_and_the_timeline(
     report: jhost.OverlapReport, tmp_path: Path
 ) -> None:

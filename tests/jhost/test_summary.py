@@ -29,6 +29,7 @@ MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 H200 = "NVIDIA H200"
 
 
+@pytest.mark.newest
 def test_a_step_of_a_whole_model_fits_a_screen() -> None:
     """Of a decoder that exchanges its scores: heads are sharded, queries are not."""
     pytest.importorskip("flax")

@@ -299,7 +299,7 @@ def test_the_steps_of_the_bar_are_its_total_whatever_goes_wrong(
     assert total == 2 * rounds * (4 if gradients else 2)
 
 
-@pytest.mark.parametrize("tqdm", [True, False])
+@pytest.mark.parametrize("tqdm", [pytest.param(True, marks=pytest.mark.newest), False])
 def test_the_bar_shows_whole_steps_and_ends_with_all(
     tqdm: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

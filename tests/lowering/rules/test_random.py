@@ -31,6 +31,7 @@ def _factorization(draw: st.DrawFn, size: int) -> list[int]:
     return shape
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), st.sampled_from([1, 6, 12, 24]))
 def test_reshape(check_rule: CheckRule, data: st.DataObject, size: int) -> None:
     old = data.draw(_factorization(size))
@@ -38,6 +39,7 @@ def test_reshape(check_rule: CheckRule, data: st.DataObject, size: int) -> None:
     check_rule(lambda x: lax.reshape(x, new), _ints(old))
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), _SHAPES)
 def test_broadcast_in_dim(
     check_rule: CheckRule, data: st.DataObject, shape: list[int]
@@ -48,6 +50,7 @@ def test_broadcast_in_dim(
     check_rule(lambda x: lax.broadcast_in_dim(x, shape, kept), _ints(sizes))
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), _SHAPES)
 def test_transpose(
     check_rule: CheckRule, data: st.DataObject, shape: list[int]
@@ -56,6 +59,7 @@ def test_transpose(
     check_rule(lambda x: lax.transpose(x, order), _ints(shape))
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), _SHAPES)
 def test_slice(check_rule: CheckRule, data: st.DataObject, shape: list[int]) -> None:
     starts = [data.draw(st.sampled_from([0, size // 2])) for size in shape]
@@ -63,6 +67,7 @@ def test_slice(check_rule: CheckRule, data: st.DataObject, shape: list[int]) -> 
     check_rule(lambda x: lax.slice(x, starts, shape, strides), _ints(shape))
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), _SHAPES)
 def test_pad(check_rule: CheckRule, data: st.DataObject, shape: list[int]) -> None:
     widths = st.sampled_from([(0, 0, 0), (1, 0, 0), (0, -1, 0), (0, 0, 1)])
@@ -70,6 +75,7 @@ def test_pad(check_rule: CheckRule, data: st.DataObject, shape: list[int]) -> No
     check_rule(lambda x: lax.pad(x, 7, config), _ints(shape))
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), _SHAPES)
 def test_concatenate(
     check_rule: CheckRule, data: st.DataObject, shape: list[int]
@@ -79,7 +85,7 @@ def test_concatenate(
     check_rule(lambda x, y: lax.concatenate((x, y), dim), _ints(shape), _ints(other))
 
 
-@settings(max_examples=15)  # each has many shapes, which XLA compiles one by one
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), st.permutations("bcmk"), st.permutations("bcnk"))
 def test_dot_general(
     check_rule: CheckRule, data: st.DataObject, lhs: list[str], rhs: list[str]
@@ -103,6 +109,7 @@ def test_dot_general(
     )
 
 
+@settings(settings.get_profile("programs"))  # others with either JAX
 @given(st.data(), _SHAPES, st.sampled_from(["clip", "fill"]))
 def test_gather(
     check_rule: CheckRule, data: st.DataObject, shape: list[int], mode: str
