@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jhost._text import seconds_text
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import by_permutes, kinds_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
@@ -37,6 +38,7 @@ class ChooseSchedule:
     Attributes:
         order: the passes that make cycles, and that move transfers beside work.
         leave: the pass that leaves programs between processes to XLA.
+        cycles: what makes cycles.
         transfers: what says how long a program takes, and whether that decides.
     """
 
@@ -44,6 +46,7 @@ class ChooseSchedule:
 
     order: Sequence[FollowingPass]
     leave: FollowingPass
+    cycles: ChooseCycles
     transfers: ChooseTransfers
 
     def apply(self, program: Program) -> Program:
@@ -58,14 +61,16 @@ class ChooseSchedule:
     def at_least(self, program: Program) -> float:
         """Seconds that the program takes in whatever order this pass gives it.
 
-        Most of them pass in bodies, which are in order soon.
+        Most of them pass in bodies, which are in order soon.  Cycles take long to
+        weigh, but they save no more than the transfers take that they move.
         """
-        rates, (cycles, transfers) = self.transfers.rates, self.order
+        rates = self.transfers.rates
         assert rates is not None
-        ordered = with_each_body(cycles.apply(program), transfers.apply)
+        ordered = with_each_body(program, self.transfers.apply)
         ordered = self.transfers.in_units(ordered)
         least = min(working(ordered, each) for _, each in kinds_of(rates))
-        return min(_LEAST * least, *(written for _, written in self.written(program)))
+        least = _LEAST * least - self.cycles.most_saved(program)
+        return min(least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time as written."""
