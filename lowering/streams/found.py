@@ -114,8 +114,10 @@ class _StreamSearch:
     def every(self) -> Iterator[FoundStream]:
         """One stream for each dim along which some communication could be hidden."""
         reached: set[tuple[str, int]] = set()
-        for node in self.graph:
-            for buffer, dim in _dims_that_move(node, self.mesh):
+        for number, node in enumerate(self.graph):
+            stay = self.dims_that_stay(number)
+            dims = *_dims_that_move(node, self.mesh), *stay
+            for buffer, dim in dims:
                 if (buffer.name, dim) in reached:
                     continue
                 parts = self.parts(buffer, dim)
@@ -135,25 +137,85 @@ class _StreamSearch:
     def stream(self, parts: Parts) -> FoundStream | None:
         """What the stream with these parts could hide, if it can hide anything."""
         products = set(self.products(parts))
-        moved = [n for n, part in parts.items() if self.moves(n, part)]
-        hidden = {n: self.hidden(n, parts, products) for n in moved}
-        moved = [n for n in moved if hidden[n]]
-        if not moved:
+        moves = [n for n, part in parts.items() if self.moves(n, part)]
+        hidden = {n: self.hidden(n, parts, products) for n in moves}
+        hidden = {n: seconds for n, seconds in hidden.items() if seconds}
+        first, *_ = *hidden, *products, None
+        hidden |= {n: self.seconds[n] for n in self.spared(parts)}
+        if not hidden or first is None:
             return None
         work = self.sum([n for n in parts if self.contracts(n)])
         return FoundStream(
             marks=self.marks(parts),
-            moved=frozenset(self.name(n) for n in moved),
+            moved=frozenset(self.name(n) for n in hidden),
             hidden=min(work, sum(hidden.values())),
             work=work,
             beside=self.sum([*products]),
-            place=self.place(parts, moved[0]),
+            place=self.place(parts, first),
         )
 
     def place(self, parts: Parts, number: int) -> int:
-        """The position of the dim in the source of a communication; -1 for the last."""
-        dim, last = parts[number].reads[0].dim, len(self.graph[number].reads[0].shape)
+        """The position of the dim in an operand of a node; -1 for the last."""
+        position, access = next(iter(parts[number].reads.items()))
+        dim, last = access.dim, len(self.graph[number].reads[position].shape)
         return -1 if dim == last - 1 else dim
+
+    def dims_that_stay(self, number: int) -> Iterator[tuple[Buffer, int]]:
+        """The dims of products that axes shard over which their weight is gathered.
+
+        The weight could stay instead, while chunks of the dim move.
+        """
+        stmt = self.graph[number].stmt
+        if not isinstance(stmt, Communicate) or stmt.kind != "AllGather":
+            return
+        if not self.seconds[number]:
+            return
+        for product in self.around(number, forward=True):
+            if not _is_product(self.graph[product].stmt):
+                continue
+            for buffer in self.graph[product].writes:
+                dims = enumerate(buffer.dims)
+                yield from (
+                    (buffer, n) for n, dim in dims if {*stmt.axes} <= {*dim.axes}
+                )
+
+    def spared(self, parts: Parts) -> Iterator[int]:
+        """The transfers of weights and of their gradients over axes that shard the dim.
+
+        They are not needed if chunks of the dim move instead.
+        """
+        for number, part in parts.items():
+            if not self.contracts(number):
+                continue
+            reads = self.graph[number].reads
+            axes = {
+                a
+                for n, access in part.reads.items()
+                for a in reads[n].dims[access.dim].axes
+            }
+            around = (
+                *self.around(number, forward=False),
+                *self.around(number, forward=True),
+            )
+            for other in around:
+                stmt = self.graph[other].stmt
+                if (
+                    other not in parts
+                    and isinstance(stmt, Communicate)
+                    and axes.issuperset(stmt.axes)
+                ):
+                    yield other
+
+    def around(self, number: int, forward: bool) -> Iterator[int]:
+        """The transfers and contractions next to a node, one way."""
+        seen, waiting = {number}, [number]
+        for each in waiting:
+            if each != number and self.seconds[each]:
+                yield each
+                continue
+            new = [n for n in self.next(each, forward) if n not in seen]
+            seen.update(new)
+            waiting += new
 
     def hidden(self, number: int, parts: Parts, products: Set[int]) -> float:
         """The seconds of a communication that a loop could hide behind products.
