@@ -115,7 +115,7 @@ class _StreamSearch:
         """One stream for each dim along which some communication could be hidden."""
         reached: set[tuple[str, int]] = set()
         for number, node in enumerate(self.graph):
-            stay = self.dims_that_stay(number)
+            stay = self.rows_that_stay(number)
             dims = *_dims_that_move(node, self.mesh), *stay
             for buffer, dim in dims:
                 if (buffer.name, dim) in reached:
@@ -140,9 +140,13 @@ class _StreamSearch:
         moves = [n for n, part in parts.items() if self.moves(n, part)]
         hidden = {n: self.hidden(n, parts, products) for n in moves}
         hidden = {n: seconds for n, seconds in hidden.items() if seconds}
-        first, *_ = *hidden, *products, None
-        hidden |= {n: self.seconds[n] for n in self.spared(parts)}
-        if not hidden or first is None:
+        first = next(iter((*hidden, *products)), None)
+        if first is None:
+            return None
+        place = self.place(parts, first)
+        if place >= 0:
+            hidden |= {n: self.seconds[n] for n in self.spared(parts)}
+        if not hidden:
             return None
         work = self.sum([n for n in parts if self.contracts(n)])
         return FoundStream(
@@ -151,33 +155,32 @@ class _StreamSearch:
             hidden=min(work, sum(hidden.values())),
             work=work,
             beside=self.sum([*products]),
-            place=self.place(parts, first),
+            place=place,
         )
 
     def place(self, parts: Parts, number: int) -> int:
         """The position of the dim in an operand of a node; -1 for the last."""
         position, access = next(iter(parts[number].reads.items()))
-        dim, last = access.dim, len(self.graph[number].reads[position].shape)
-        return -1 if dim == last - 1 else dim
+        last = len(self.graph[number].reads[position].shape) - 1
+        return -1 if access.dim == last else access.dim
 
-    def dims_that_stay(self, number: int) -> Iterator[tuple[Buffer, int]]:
+    # --- Weights that could stay ---------------------------------------------------- #
+
+    def rows_that_stay(self, number: int) -> Iterator[tuple[Buffer, int]]:
         """The dims of products that axes shard over which their weight is gathered.
 
-        The weight could stay instead, while chunks of the dim move.
+        The weight could stay instead, while chunks of the dim move.  The last dim has
+        features: chunks of these would be parts of another weight.
         """
         stmt = self.graph[number].stmt
         if not isinstance(stmt, Communicate) or stmt.kind != "AllGather":
             return
         if not self.seconds[number]:
             return
-        for product in self.around(number, forward=True):
-            if not _is_product(self.graph[product].stmt):
-                continue
-            for buffer in self.graph[product].writes:
-                dims = enumerate(buffer.dims)
-                yield from (
-                    (buffer, n) for n, dim in dims if {*stmt.axes} <= {*dim.axes}
-                )
+        for reader in self.around(number, forward=True):
+            if _is_product(self.graph[reader].stmt):
+                for buffer in self.graph[reader].writes:
+                    yield from _rows_over(buffer, stmt.axes)
 
     def spared(self, parts: Parts) -> Iterator[int]:
         """The transfers of weights and of their gradients over axes that shard the dim.
@@ -188,23 +191,14 @@ class _StreamSearch:
             if not self.contracts(number):
                 continue
             reads = self.graph[number].reads
-            axes = {
-                a
-                for n, access in part.reads.items()
-                for a in reads[n].dims[access.dim].axes
-            }
-            around = (
-                *self.around(number, forward=False),
-                *self.around(number, forward=True),
-            )
-            for other in around:
-                stmt = self.graph[other].stmt
-                if (
-                    other not in parts
-                    and isinstance(stmt, Communicate)
-                    and axes.issuperset(stmt.axes)
-                ):
-                    yield other
+            dims = (reads[n].dims[access.dim] for n, access in part.reads.items())
+            axes = {axis for dim in dims for axis in dim.axes}
+            for forward in (False, True):
+                for other in self.around(number, forward):
+                    stmt = self.graph[other].stmt
+                    moves = isinstance(stmt, Communicate) and axes.issuperset(stmt.axes)
+                    if moves and other not in parts:
+                        yield other
 
     def around(self, number: int, forward: bool) -> Iterator[int]:
         """The transfers and contractions next to a node, one way."""
@@ -334,6 +328,12 @@ def _dims_that_move(
         case _:
             dims = []
     yield from ((stmt.out, dim) for dim in dims)
+
+
+def _rows_over(buffer: Buffer, axes: Sequence[str]) -> Iterator[tuple[Buffer, int]]:
+    """The dims of a value that are sharded over all the axes, but for the last dim."""
+    rows = enumerate(buffer.dims[:-1])
+    return ((buffer, n) for n, dim in rows if {*axes} <= {*dim.axes})
 
 
 def _divides(stmt: Communicate, dim: int, mesh: Mapping[str, int]) -> bool:
