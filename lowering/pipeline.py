@@ -131,7 +131,8 @@ def passes(
     weighed = transfers.of_candidates()
     (every,) = _shared(shares, moving_all(weighed))
     cycles = ChooseCycles(transfers, every)
-    schedule = ChooseSchedule(_shared(shares, cycles, transfers), leave, transfers)
+    order = _shared(shares, cycles, transfers)
+    schedule = ChooseSchedule(order, leave, cycles, transfers)
     whole = WholePrograms((*layouts, *to_loops), schedule)
     of_candidates = *_shared(shares, weighed), leave, *units
     loops = *to_loops, schedule, *units

@@ -21,7 +21,7 @@ from typing import ClassVar
 from jhost._text import bytes_text
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.remembering import FollowingPass
-from jhost.lowering.cost.stream_bounds import StreamBounds
+from jhost.lowering.cost.stream_bounds import StreamBounds, in_bodies
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.display_names import display_name
@@ -145,6 +145,24 @@ class ChooseCycles(EachProgram):
         cycle = cycle_of(scan, found, work) if work else None
         if cycle is not None and self.may_move_work(program, cycle):
             yield cycle
+
+    def most_saved(self, program: Program) -> float:
+        """The most seconds that moving transfers of scans could save."""
+        bodies = sum(in_bodies(stmt, self.most_saved) for stmt in program.body)
+        scans = (stmt for stmt in program.body if isinstance(stmt, Scan))
+        return bodies + sum(s.length * self.most_saved_by(program, s) for s in scans)
+
+    def most_saved_by(self, program: Program, scan: Scan) -> float:
+        """The seconds of all transfers that could move to another iteration."""
+        rates, mesh = self.transfers.rates, dict(program.mesh.shape)
+        assert rates is not None
+        can_hide = functools.partial(self.transfers.can_hide, mesh=mesh)
+        found = MovableTransfers(scan, can_hide)
+        once, cycles = once_of(scan, found), self.cycles(program, scan, found)
+        moved = (each.stmts for each in (once, *cycles) if each is not None)
+        stmts = {stmt.name: stmt for each in moved for stmt in each}
+        bounds = StreamBounds(rates, self.transfers.can_hide)
+        return sum(bounds.seconds(stmt, mesh) for stmt in stmts.values())
 
     def decision(self, moved: Cycle | Once) -> _Decision:
         """The earlier decision about the same transfers of a scan, or a new one."""

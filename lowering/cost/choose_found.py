@@ -12,6 +12,7 @@ from jhost.lowering.cost.candidates import (
     Outcome,
     Predictions,
     chunks_of,
+    gain_of,
     ranking_text,
 )
 from jhost.lowering.cost.rates import Rates
@@ -137,16 +138,18 @@ class FoundStreamsChoice:
                 yield first.with_spec(sums="whole")
         best = min(outcomes[1:], key=_seconds)
         # More chunks hide more, but each chunk costs launches.
-        if best.compute < enough <= best.seconds and (chunks := chunks_of(best)):
-            yield best.mark.with_spec(chunks=2 * chunks)
+        if best.compute < min(enough, gain_of(self.rates) * best.seconds):
+            if chunks := chunks_of(best):
+                yield best.mark.with_spec(chunks=2 * chunks)
 
     def leaves_more(self, outcomes: Sequence[Outcome], enough: float) -> bool:
         """Whether another candidate could gain enough over the best one so far."""
-        best = min(outcomes, key=_seconds)
-        # What computes nearly all the time has little left to hide.
+        plain, best = outcomes[0], min(outcomes, key=_seconds)
+        # Loops and their sums compute no less than the program without loops, and what
+        # computes nearly all the time has little left to hide.
         if len(outcomes) > 1:
-            return best.compute < _CLOSE * best.seconds
-        return best.compute < enough
+            return plain.compute < _CLOSE * best.seconds
+        return plain.compute < enough
 
     def layers(self, stream: FoundStream) -> int:
         """How many layers have a stream that is weighed in one of them."""

@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from jhost._text import seconds_text
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import by_permutes, kinds_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
@@ -19,7 +21,7 @@ from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.simulate import working
 from jhost.lowering.ir.bodies import is_pipelined, statements, with_each_body
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftToXla, Prediction
+from jhost.lowering.ir.remarks import LeftToXla, Note, Prediction
 from jhost.lowering.ir.statements import Communicate
 
 _GAIN = 0.995
@@ -36,6 +38,7 @@ class ChooseSchedule:
     Attributes:
         order: the passes that make cycles, and that move transfers beside work.
         leave: the pass that leaves programs between processes to XLA.
+        cycles: what makes cycles.
         transfers: what says how long a program takes, and whether that decides.
     """
 
@@ -43,12 +46,13 @@ class ChooseSchedule:
 
     order: Sequence[FollowingPass]
     leave: FollowingPass
+    cycles: ChooseCycles
     transfers: ChooseTransfers
 
     def apply(self, program: Program) -> Program:
         ordered = through((*self.order, self.leave), program)
         # Loops over chunks have gained over no loop already, or were asked for.
-        fixed = is_pipelined(program) or has_own_kernels(program)
+        fixed = is_pipelined(program)
         moves = any(isinstance(stmt, Communicate) for stmt in statements(program))
         if fixed or not moves or left_to_xla(ordered):
             return ordered
@@ -57,32 +61,49 @@ class ChooseSchedule:
     def at_least(self, program: Program) -> float:
         """Seconds that the program takes in whatever order this pass gives it.
 
-        Most of them pass in bodies, which are in order soon.
+        Most of them pass in bodies, which are in order soon.  Cycles take long to
+        weigh, but they save no more than the transfers take that they move.
         """
-        rates, (cycles, transfers) = self.transfers.rates, self.order
+        rates = self.transfers.rates
         assert rates is not None
-        ordered = with_each_body(cycles.apply(program), transfers.apply)
+        ordered = with_each_body(program, self.transfers.apply)
         ordered = self.transfers.in_units(ordered)
         least = min(working(ordered, each) for _, each in kinds_of(rates))
-        return min(_LEAST * least, *(written for _, written in self.written(program)))
+        least = _LEAST * least - self.cycles.most_saved(program)
+        return min(least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:
-        """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
+        """`ordered`, or `program` with a remark if it takes less time as written."""
         best = ordered
         seconds = in_order = self.transfers.seconds(ordered)
         for early, written in self.written(program):
             if written < _GAIN * seconds:
-                predicted = written, in_order
-                left = LeftToXla(axes=(), early=early, predicted=predicted)
-                remarks = (*program.remarks, left)
+                remark = _said(program, early, (written, in_order))
+                remarks = (*program.remarks, remark)
                 best = dataclasses.replace(program, remarks=remarks)
                 seconds = written
         return best
 
     def written(self, program: Program) -> Iterator[tuple[bool, float]]:
         """The seconds as XLA runs it, without and with options to begin early."""
-        for early in (False, True) if self.transfers.may_begin_early else (False,):
+        may_begin_early = self.transfers.may_begin_early and not has_own_kernels(
+            program
+        )
+        for early in (False, True) if may_begin_early else (False,):
             yield early, self.transfers.seconds(program, early=early)
+
+
+def _said(
+    program: Program, early: bool, predicted: tuple[float, float]
+) -> LeftToXla | Note:
+    """That a program stays as written; XLA partitions no kernels of jhost's own."""
+    if not has_own_kernels(program):
+        return LeftToXla(axes=(), early=early, predicted=predicted)
+    written, in_order = map(seconds_text, predicted)
+    return Note(
+        form=f"transfers stay where they are: predicted to take {written}; "
+        f"in order {in_order}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class StreamBounds:
             case Compute(ins=ins, outs=outs):
                 return bytes_in((*ins, *outs)) / self.rates.memory
             case _:
-                return _in_bodies(stmt, self.spare_host)
+                return in_bodies(stmt, self.spare_host)
 
     def more_host(self, program: Program, moved: Set[str]) -> float:
         """The seconds for which launching permutes keeps the host at least.
@@ -136,7 +136,7 @@ class StreamBounds:
     def work_of(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
         if isinstance(stmt, Compute):
             return self.seconds(stmt, mesh)
-        return _in_bodies(stmt, self.work)
+        return in_bodies(stmt, self.work)
 
     def seconds(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
         """What a contraction or a communication takes by itself; others nothing."""
@@ -159,7 +159,7 @@ class StreamBounds:
         return link.seconds(stmt.kind, received, devices)
 
 
-def _in_bodies(stmt: Stmt, seconds: Callable[[Program], float]) -> float:
+def in_bodies(stmt: Stmt, seconds: Callable[[Program], float]) -> float:
     """What the bodies of a statement take, as often as they run."""
     match stmt:
         case Scan(body=body, length=length):

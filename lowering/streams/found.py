@@ -114,8 +114,10 @@ class _StreamSearch:
     def every(self) -> Iterator[FoundStream]:
         """One stream for each dim along which some communication could be hidden."""
         reached: set[tuple[str, int]] = set()
-        for node in self.graph:
-            for buffer, dim in _dims_that_move(node, self.mesh):
+        for number, node in enumerate(self.graph):
+            stay = self.rows_that_stay(number)
+            dims = *_dims_that_move(node, self.mesh), *stay
+            for buffer, dim in dims:
                 if (buffer.name, dim) in reached:
                     continue
                 parts = self.parts(buffer, dim)
@@ -135,25 +137,79 @@ class _StreamSearch:
     def stream(self, parts: Parts) -> FoundStream | None:
         """What the stream with these parts could hide, if it can hide anything."""
         products = set(self.products(parts))
-        moved = [n for n, part in parts.items() if self.moves(n, part)]
-        hidden = {n: self.hidden(n, parts, products) for n in moved}
-        moved = [n for n in moved if hidden[n]]
-        if not moved:
+        moves = [n for n, part in parts.items() if self.moves(n, part)]
+        hidden = {n: self.hidden(n, parts, products) for n in moves}
+        hidden = {n: seconds for n, seconds in hidden.items() if seconds}
+        first = next(iter((*hidden, *products)), None)
+        if first is None:
+            return None
+        place = self.place(parts, first)
+        if place >= 0:
+            hidden |= {n: self.seconds[n] for n in self.spared(parts)}
+        if not hidden:
             return None
         work = self.sum([n for n in parts if self.contracts(n)])
         return FoundStream(
             marks=self.marks(parts),
-            moved=frozenset(self.name(n) for n in moved),
+            moved=frozenset(self.name(n) for n in hidden),
             hidden=min(work, sum(hidden.values())),
             work=work,
             beside=self.sum([*products]),
-            place=self.place(parts, moved[0]),
+            place=place,
         )
 
     def place(self, parts: Parts, number: int) -> int:
-        """The position of the dim in the source of a communication; -1 for the last."""
-        dim, last = parts[number].reads[0].dim, len(self.graph[number].reads[0].shape)
-        return -1 if dim == last - 1 else dim
+        """The position of the dim in an operand of a node; -1 for the last."""
+        position, access = next(iter(parts[number].reads.items()))
+        last = len(self.graph[number].reads[position].shape) - 1
+        return -1 if access.dim == last else access.dim
+
+    # --- Weights that could stay ---------------------------------------------------- #
+
+    def rows_that_stay(self, number: int) -> Iterator[tuple[Buffer, int]]:
+        """The dims of products that axes shard over which their weight is gathered.
+
+        The weight could stay instead, while chunks of the dim move.  The last dim has
+        features: chunks of these would be parts of another weight.
+        """
+        stmt = self.graph[number].stmt
+        if not isinstance(stmt, Communicate) or stmt.kind != "AllGather":
+            return
+        if not self.seconds[number]:
+            return
+        for reader in self.around(number, forward=True):
+            if _is_product(self.graph[reader].stmt):
+                for buffer in self.graph[reader].writes:
+                    yield from _rows_over(buffer, stmt.axes)
+
+    def spared(self, parts: Parts) -> Iterator[int]:
+        """The transfers of weights and of their gradients over axes that shard the dim.
+
+        They are not needed if chunks of the dim move instead.
+        """
+        for number, part in parts.items():
+            if not self.contracts(number):
+                continue
+            reads = self.graph[number].reads
+            dims = (reads[n].dims[access.dim] for n, access in part.reads.items())
+            axes = {axis for dim in dims for axis in dim.axes}
+            for forward in (False, True):
+                for other in self.around(number, forward):
+                    stmt = self.graph[other].stmt
+                    moves = isinstance(stmt, Communicate) and axes.issuperset(stmt.axes)
+                    if moves and other not in parts:
+                        yield other
+
+    def around(self, number: int, forward: bool) -> Iterator[int]:
+        """The transfers and contractions next to a node, one way."""
+        seen, waiting = {number}, [number]
+        for each in waiting:
+            if each != number and self.seconds[each]:
+                yield each
+                continue
+            new = [n for n in self.next(each, forward) if n not in seen]
+            seen.update(new)
+            waiting += new
 
     def hidden(self, number: int, parts: Parts, products: Set[int]) -> float:
         """The seconds of a communication that a loop could hide behind products.
@@ -272,6 +328,12 @@ def _dims_that_move(
         case _:
             dims = []
     yield from ((stmt.out, dim) for dim in dims)
+
+
+def _rows_over(buffer: Buffer, axes: Sequence[str]) -> Iterator[tuple[Buffer, int]]:
+    """The dims of a value that are sharded over all the axes, but for the last dim."""
+    rows = enumerate(buffer.dims[:-1])
+    return ((buffer, n) for n, dim in rows if {*axes} <= {*dim.axes})
 
 
 def _divides(stmt: Communicate, dim: int, mesh: Mapping[str, int]) -> bool:
