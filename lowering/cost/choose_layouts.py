@@ -24,7 +24,7 @@ _GAIN = 0.99
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseLayouts:
-    """A program with its streams -> the same, where activations may have to stay.
+    """A program with its streams -> the same, where something may have to stay.
 
     Attributes:
         layouts: what decides layouts by bytes, and knows how many others move.
@@ -59,16 +59,16 @@ class ChooseLayouts:
 
 
 def where_stay(program: Program, staying: Staying) -> Program:
-    """`program` with activations staying over those axes, in its bodies too."""
+    """`program` with that staying over a mesh axis, in its bodies too."""
     return rebuilt(program, lambda each: dataclasses.replace(each, staying=staying))
 
 
 def _said(
     program: Program, staying: Staying, seconds: float, by_bytes: float
 ) -> Program:
-    where = f"stay over {' and '.join(staying)}" if staying else "may move"
+    where = "{} stay over {}".format(*staying) if staying else "activations may move"
     text = (
-        f"layouts: activations {where}, predicted to take {seconds_text(seconds)}; "
+        f"layouts: {where}, predicted to take {seconds_text(seconds)}; "
         f"the layouts that move the fewest bytes take {seconds_text(by_bytes)}"
     )
     note = Note(form=text)

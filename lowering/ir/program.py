@@ -21,8 +21,8 @@ class Program:
 
     `is_body` says whether it is a body of control flow.
     `marks` are what the user asked for and no pass has taken up yet.
-    `staying` has the mesh axes over which activations are to stay, as predicted times
-    decided; None lets the bytes decide (`layouts/activations.py`).
+    `staying` has what is to stay over which mesh axis, as predicted times decided; None
+    lets the bytes decide (`layouts/activations.py`).
     `streamed` has the dims that pipelines will cut, by value, as planned before values
     had layouts (`layouts/hidden_dims.py`).
     `display_names` has what the user calls values, by buffer; texts do not say it.
@@ -37,7 +37,7 @@ class Program:
     is_body: bool = False
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
-    staying: tuple[str, ...] | None = None
+    staying: tuple[str, str] | tuple[()] | None = None
     # One mapping for all passes: what they make has the value's name and a word more.
     display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False

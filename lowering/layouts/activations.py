@@ -1,9 +1,9 @@
-"""Which operands are activations: values with reductions behind them.
+"""Which operands are activations, and which are weights.
 
 Where a weight and an activation claim a mesh axis for different factors, one of them
-moves.  If activations stay in the whole program, all of it may move less than if each
-operation moves what is smaller there.  No change of single decisions leads from one to
-the other.
+moves.  If the one or the other stays in the whole program, all of it may move less than
+if each operation moves what is smaller there.  No change of single decisions leads from
+one to the other.
 """
 
 from __future__ import annotations
@@ -14,28 +14,38 @@ from typing import TypeAlias
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
 
-Activations: TypeAlias = Mapping[Operation, int]
-"""Operations, each with the operand that is its activation."""
+Operands: TypeAlias = Mapping[Operation, int]
+"""Operations, each with the operand that is its activation, or its weight."""
 
-Staying: TypeAlias = tuple[str, ...]
-"""The mesh axes over which activations stay, whatever that moves."""
+ACTIVATIONS, WEIGHTS = "activations", "weights"
+
+Staying: TypeAlias = tuple[str, str] | tuple[()]
+"""Activations or weights, and the mesh axis over which they stay, whatever that moves.
+
+Nothing stays in all of the program if it is empty.
+"""
 
 
-def activations_of(operations: Sequence[Operation]) -> Activations:
-    """The operand of each operation that has the most reductions behind it.
+def operands_of(operations: Sequence[Operation]) -> Mapping[str, Operands]:
+    """The activations of operations, and their weights.
 
-    An operation whose operands have none is left out.  What an iteration takes over
-    from the one before counts as one reduction more.
+    An activation is the operand with the most reductions behind it.  An operation whose
+    operands have none is left out.  What an iteration takes over from the one before
+    counts as one reduction more.  A weight is contracted with an activation, and has no
+    reduction behind it.
     """
     behind: dict[str, int] = {}
-    found: dict[Operation, int] = {}
+    activations: dict[Operation, int] = {}
+    weights: dict[Operation, int] = {}
     for op in operations:
         counts = [behind.get(name, 0) for name in op.ins]
         most = max(counts, default=0)
         if most and not op.forwards:
-            found[op] = counts.index(most)
+            activations[op] = counts.index(most)
+            if op.reduces and 0 in counts:
+                weights[op] = counts.index(0)
         behind |= dict.fromkeys(op.outs, most + (op.reduces or op.carries))
-    return found
+    return {ACTIVATIONS: activations, WEIGHTS: weights}
 
 
 def stays(

@@ -11,7 +11,12 @@ from collections.abc import Container, Iterable, Iterator
 from jhost.lowering.ir.layout import used_axes
 from jhost.lowering.ir.names import path_of
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.activations import Staying, stays
+from jhost.lowering.layouts.activations import (
+    ACTIVATIONS,
+    WEIGHTS,
+    Staying,
+    stays,
+)
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.preferences import Snapshot
 from jhost.lowering.layouts.solver import Solver
@@ -147,12 +152,12 @@ def tried(
     return False
 
 
-# --- Activations that stay ------------------------------------------------------- #
+# --- Activations or weights that stay -------------------------------------------- #
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:
-    """Decisions in which activations stay over some axes, with their preferences."""
+    """Decisions in which something stays over an axis, with their preferences."""
 
     staying: Staying
     made: Decisions
@@ -164,25 +169,43 @@ class Way:
         return self.made
 
 
-def ways_of_activations(solver: Solver, made: Decisions) -> list[Way]:
-    """`made`, and others in which activations stay over a mesh axis; the best first."""
+def ways(solver: Solver, made: Decisions) -> list[Way]:
+    """`made`, and others in which something stays over a mesh axis; the best first."""
     best = Way((), made, solver.preferences.snapshot())
-    ways = [best]
-    for axis in _axes_of_activations(solver, made):
-        other = improved(solver, solver.fixed_point_keeping(axis))
-        way = Way((axis,), other, solver.preferences.snapshot())
-        if _is_alike(solver, other, made) and not other.same_as(made):
-            ways.append(way)
-            best = way if other.price.beats(best.made.price) else best
-    return [best, *(way for way in ways if way is not best)]
+    found = [best]
+    for staying in _what_moves(solver, made):
+        way = asked_way(solver, made, staying)
+        known = any(way.made.same_as(each.made) for each in found)
+        if _is_alike(solver, way.made, made) and not known:
+            found.append(way)
+            best = way if way.made.price.beats(best.made.price) else best
+    return [best, *(way for way in found if way is not best)]
 
 
-def _axes_of_activations(solver: Solver, made: Decisions) -> list[str]:
-    """The mesh axes over which activations move much, those that move most first."""
-    moved = Counter[str]()
-    for _, axis, size in _moves_of_activations(solver, made):
-        moved[axis] += size
-    return [axis for axis, size in moved.most_common() if size >= _much(made)]
+def asked_way(solver: Solver, made: Decisions, staying: Staying) -> Way:
+    """What is to stay over an axis stays there; `made` if nothing is to."""
+    if staying:
+        made = improved(solver, solver.fixed_point_keeping(staying))
+    return Way(staying, made, solver.preferences.snapshot())
+
+
+def _what_moves(solver: Solver, made: Decisions) -> Iterator[Staying]:
+    """What could stay over a mesh axis: activations where they move much.
+
+    Where weights move much over the same axis, these could stay as well.
+    """
+    activations, weights = Counter[str](), Counter[str]()
+    for _, axis, size in (*_moves(solver, made, ACTIVATIONS), *_sums(solver, made)):
+        activations[axis] += size
+    for _, axis, size in _moves(solver, made, WEIGHTS):
+        weights[axis] += size
+    # Sums alone are of activations that stay.
+    moving = {axis for _, axis, _ in _moves(solver, made, ACTIVATIONS)}
+    for axis, size in activations.most_common():
+        if axis in moving and size >= _much(made):
+            yield ACTIVATIONS, axis
+            if weights[axis] >= _much(made):
+                yield WEIGHTS, axis
 
 
 def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
@@ -198,7 +221,7 @@ def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
         for axis in used_axes(tuple(axes or () for axes in spec))
     }
     moved = Counter[str]()
-    for op, axis, size in _moves_of_activations(solver, made):
+    for op, axis, size in (*_moves(solver, made, ACTIVATIONS), *_sums(solver, made)):
         value, *_ = *op.outs, *op.ins  # a condition's operand leads to no result
         if (path_of(value), axis) not in said:
             moved[axis] += size
@@ -209,12 +232,13 @@ def _much(made: Decisions) -> int:
     return max(1, made.total.all // _RESTARTS)
 
 
-def _moves_of_activations(
-    solver: Solver, made: Decisions
+def _moves(
+    solver: Solver, made: Decisions, what: str
 ) -> Iterator[tuple[Operation, str, int]]:
-    """Operations whose activation moves over a mesh axis: the axis, and the bytes."""
+    """Operations of which such an operand moves: over which axis, and the bytes."""
+    operands = solver.operands[what]
     for number, op in enumerate(solver.operations):
-        operand = solver.activations.get(op)
+        operand = operands.get(op)
         if operand is None:
             continue
         name, want = solver.effects.of(op, made.assignments[number]).wants[operand]
@@ -224,6 +248,15 @@ def _moves_of_activations(
             if not stays(op, operand, made.assignments[number], made.layouts, axis):
                 moved = solver.costs.reshard(name, made.layouts[name], want)
                 yield op, axis, moved.all
+
+
+def _sums(solver: Solver, made: Decisions) -> Iterator[tuple[Operation, str, int]]:
+    """Products of activations and weights that are summed over an axis: the bytes."""
+    for number, op in enumerate(solver.operations):
+        if op in solver.operands[WEIGHTS]:
+            assignment = made.assignments[number]
+            for axis, _ in op.produced(0, assignment)[1]:
+                yield op, axis, solver.effects.of(op, assignment).cost.all
 
 
 # --- From the start ---------------------------------------------------------------- #

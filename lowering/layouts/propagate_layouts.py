@@ -106,7 +106,7 @@ class PropagateLayouts:
         return after
 
     def close(self, program: Program) -> tuple[Staying, ...]:
-        """In which other ways activations could stay for at most twice the bytes."""
+        """What else could stay over a mesh axis for at most twice the bytes."""
         if not program.mesh.shape:
             return ()
         return solve_program(program, self.known.solutions).close

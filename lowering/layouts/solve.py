@@ -1,8 +1,8 @@
 """Decide the layout of every value and the assignment of every operation.
 
 `solver.py` decides them together.  `improve.py` then changes decisions where the whole
-program receives fewer bytes: first single decisions, then all that move activations
-over a mesh axis, then all that lead to one contraction.
+program receives fewer bytes: first single decisions, then all that move activations or
+weights over a mesh axis, then all that lead to one contraction.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import FlatBody, Flattened
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import (
+    asked_way,
     axes_left_open,
     improved,
     restarted,
-    ways_of_activations,
+    ways,
 )
 from jhost.lowering.layouts.solver import AssignmentRank, Solver
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
@@ -50,8 +51,8 @@ class Alternatives:
 class Solution:
     """Layouts by buffer name; an assignment and its alternatives for each operation.
 
-    `price` is the cost of all of it.  `close` says over which axes activations stay in
-    other solutions that move at most twice the bytes.
+    `price` is the cost of all of it.  `close` says what stays over an axis in other
+    solutions that move at most twice the bytes.
     """
 
     operations: tuple[Operation, ...]
@@ -100,14 +101,15 @@ def solve_layouts(
 
 
 def _by_bytes(solver: Solver) -> tuple[Decisions, tuple[Staying, ...]]:
-    """The best decisions, and in which other ways activations could stay.
+    """The best decisions, and what else could stay.
 
     If the program says in which way, it is this one that is best.
     """
     made = improved(solver, solver.fixed_point())
-    first, *others = ways_of_activations(solver, made)
     asked = solver.flat.program.staying
-    first = next((way for way in others if way.staying == asked), first)
+    if asked is not None:
+        return restarted(solver, asked_way(solver, made, asked).taken(solver)), ()
+    first, *others = ways(solver, made)
     # Restarts come last: they have to beat what single decisions reach.
     best = restarted(solver, first.taken(solver))
     others = [way for way in others if way.made.total.all <= _CLOSE * best.total.all]
@@ -115,7 +117,7 @@ def _by_bytes(solver: Solver) -> tuple[Decisions, tuple[Staying, ...]]:
         return best, ()
     left_open = axes_left_open(solver, made)
     closes = (way.staying for way in others)
-    return best, tuple(c for c in closes if left_open >= {*c, *first.staying})
+    return best, tuple(c for c in closes if left_open >= {*c[1:], *first.staying[1:]})
 
 
 def _alternatives(

@@ -25,8 +25,9 @@ from jhost.lowering.ir.operation import (
     claims_of,
 )
 from jhost.lowering.layouts.activations import (
-    Activations,
-    activations_of,
+    Operands,
+    Staying,
+    operands_of,
     stays,
 )
 from jhost.lowering.layouts.decisions import Decisions, WantedLayout
@@ -97,8 +98,8 @@ class Solver:
         self.kinds = Kinds(self.preferences, self.costs)
         self.effects = AssignmentEffects(self.preferences, self.costs, self.kinds)
         self.found: dict[Hashable, Assignment] = {}
-        self.kept: str | None = None
-        """A mesh axis over which activations stay while layouts are decided."""
+        self.staying: Staying = ()
+        """What stays over a mesh axis while layouts are decided."""
         self.readers: dict[str, list[int]] = {}
         self.makers = makers_of(op.outs for op in self.operations)
         for number, op in enumerate(self.operations):
@@ -149,19 +150,20 @@ class Solver:
                 break
         return made
 
-    def fixed_point_keeping(self, axis: str) -> Decisions:
-        """The fixed point from a new start, with activations staying over an axis."""
-        self.kept = axis
+    def fixed_point_keeping(self, staying: Staying) -> Decisions:
+        """The fixed point from a new start, with some operands staying over an axis."""
+        self.staying = staying
         self.preferences.restart()
         try:
             decided = self.fixed_point().in_order()
         finally:
-            self.kept = None
+            self.staying = ()
         return self.decided(decided)
 
     @functools.cached_property
-    def activations(self) -> Activations:
-        return activations_of(self.operations)
+    def operands(self) -> Mapping[str, Operands]:
+        """The operands that may stay: activations, and weights."""
+        return operands_of(self.operations)
 
     def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
         """The fixed point from a new start, with one operation's assignment given."""
@@ -267,7 +269,7 @@ class Solver:
     def allowed(
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterable[Assignment]:
-        """The candidates; those that leave its activation in place, if that stays."""
+        """The candidates; those that leave an operand in place, if that is to stay."""
         candidates, kept = self.candidates(op, layouts), self.kept_by(op, layouts)
         if kept is None:
             return candidates
@@ -280,10 +282,13 @@ class Solver:
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> tuple[int, str] | None:
         """The operand that is to stay over an axis, if it lies over that axis."""
-        if self.kept is None or (operand := self.activations.get(op)) is None:
+        if not self.staying:
             return None
-        lies = self.kept in used_axes(layouts[op.ins[operand]])
-        return (operand, self.kept) if lies else None
+        what, axis = self.staying
+        operand = self.operands[what].get(op)
+        if operand is None or axis not in used_axes(layouts[op.ins[operand]]):
+            return None
+        return operand, axis
 
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]

@@ -23,13 +23,14 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.layouts.activations import ACTIVATIONS, WEIGHTS
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.testing import mesh_of
 from tests.lowering.traced import built
 
 LAYERS, WIDTH, HIDDEN = 4, 4096, 14336
-WEIGHTS = P(None, "fsdp")
+BY_FEATURES = P(None, "fsdp")
 
 
 def h200() -> Rates:
@@ -64,9 +65,9 @@ def gradients(kept: Callable[..., jax.Array] = same) -> Callable[..., Any]:
 
     def step(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
         x = jhost.shard(x, P("fsdp"))
-        weights = jhost.shard(up, WEIGHTS), jhost.shard(down, WEIGHTS)
+        weights = jhost.shard(up, BY_FEATURES), jhost.shard(down, BY_FEATURES)
         found = jax.grad(loss_of, argnums=1)(x, weights, kept)
-        return tuple(jhost.shard(each, WEIGHTS) for each in found)
+        return tuple(jhost.shard(each, BY_FEATURES) for each in found)
 
     return step
 
@@ -111,12 +112,40 @@ def test_the_choice_is_said() -> None:
     assert "; the layouts that move the fewest bytes take " in note
 
 
+SIDES = 2 * [P(None, None, "tp"), P(None, "tp")]
+
+
+def of_two_widths(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """Gradients of layers of a narrow pair of products and a wide one."""
+    given = [jhost.shard(w, side) for w, side in zip(weights, SIDES, strict=True)]
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        for up, down in (w[:2], w[2:]):
+            x = x + jnp.maximum(x @ up, 0) @ down
+        return x, None
+
+    def loss(weights: Any) -> jax.Array:
+        y, _ = lax.scan(layer, jhost.shard(x, P("tp")), weights)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    found = jax.grad(loss)(given)
+    return [jhost.shard(g, side) for g, side in zip(found, SIDES, strict=True)]
+
+
+def test_weights_may_stay_where_both_move() -> None:
+    """The fewest bytes move if each device gets the narrow weights whole."""
+    x, *wide = types(8192, HIDDEN)
+    narrow = [jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)] * 2
+    program = built(of_two_widths, x, *narrow, *wide, tp=4)
+    assert (WEIGHTS, "tp") in every(h200()).by_time.layouts.close(program)
+
+
 def test_activations_move_where_that_is_quicker() -> None:
     program = built(gradients(), *types(4096, HIDDEN), fsdp=2)
     by_time = every(h200()).by_time
-    assert by_time.layouts.close(program) == (("fsdp",),)
+    assert by_time.layouts.close(program) == ((ACTIVATIONS, "fsdp"),)
     assert not notes(program)
-    stays = seconds(where_stay(program, ("fsdp",)))
+    stays = seconds(where_stay(program, (ACTIVATIONS, "fsdp")))
     assert seconds(program) < stays
 
 
@@ -178,7 +207,7 @@ def test_activations_that_stay_give_the_same_numbers(data: Any) -> None:
         return jax.value_and_grad(loss_of, argnums=1)(x, weights, same)
 
     plain = jax.jit(step)(*args)
-    for staying in ((), ("fsdp",)):
+    for staying in ((), (ACTIVATIONS, "fsdp"), (WEIGHTS, "fsdp")):
         mesh = mesh_of({"fsdp": devices})
         f = jhost.jit(step, mesh=mesh, in_shardings=ins, out_shardings=(P(), specs))
         with mock.patch.object(

@@ -1,4 +1,4 @@
-"""Activations stay where that moves less, whatever each operation would move alone."""
+"""Activations or weights stay where that moves less than what each operation moves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Operation, has_contraction
-from jhost.lowering.layouts.activations import activations_of, stays
+from jhost.lowering.layouts.activations import ACTIVATIONS, WEIGHTS, operands_of, stays
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
-from jhost.lowering.layouts.improve import axes_left_open, ways_of_activations
+from jhost.lowering.layouts.improve import axes_left_open, ways
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
 
@@ -44,11 +44,12 @@ def solver() -> Solver:
 
 def moving(solving: Solver, made: Decisions) -> list[Operation]:
     """The contractions whose activation is wanted elsewhere over `dp`."""
+    activations = solving.operands[ACTIVATIONS]
     return [
         op
         for number, op in enumerate(solving.operations)
-        if op in solving.activations and has_contraction(op.stmt)
-        for operand, assignment in [(solving.activations[op], made.assignments[number])]
+        if op in activations and has_contraction(op.stmt)
+        for operand, assignment in [(activations[op], made.assignments[number])]
         if not stays(op, operand, assignment, made.layouts, "dp")
     ]
 
@@ -77,7 +78,7 @@ def test_activations_that_move_are_kept_if_that_moves_less() -> None:
     solving = solver()
     bad = by_features(solving)
     assert moving(solving, bad)
-    kept = ways_of_activations(solving, bad)[0].taken(solving)
+    kept = ways(solving, bad)[0].taken(solving)
     assert not moving(solving, kept)
     assert 2 * kept.total.all < bad.total.all
     assert kept.flops <= bad.flops
@@ -85,11 +86,21 @@ def test_activations_that_move_are_kept_if_that_moves_less() -> None:
 
 def test_decisions_without_moving_activations_are_left() -> None:
     solving = solver()
-    kept = ways_of_activations(solving, by_features(solving))[0].taken(solving)
+    kept = ways(solving, by_features(solving))[0].taken(solving)
     before = solving.preferences.snapshot()
-    (way,) = ways_of_activations(solving, kept)
+    (way,) = ways(solving, kept)
     assert way.taken(solving) is kept
     assert solving.preferences.snapshot() == before
+
+
+def test_products_of_two_activations_have_no_weight() -> None:
+    def through(x: jax.Array, w: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ w)  # the products of its gradient are of activations
+        return h.T @ (h @ w)
+
+    operations, _ = flattened(built(through, (ROWS, WIDTH), (WIDTH, WIDTH), dp=2))
+    weights = operands_of(operations)[WEIGHTS]
+    assert [op.ins[operand] for op, operand in weights.items()] == ["w"]
 
 
 def test_an_axis_is_left_open_where_no_activation_has_a_constraint() -> None:
@@ -109,15 +120,16 @@ def test_the_activation_has_more_reductions_behind_it_than_the_weight() -> None:
 
     program = built(through, (WIDTH, ROWS), (3, WIDTH, WIDTH), dp=2)
     operations, _ = flattened(program)
-    activations = activations_of(operations)
+    operands = operands_of(operations)
     (product,) = (op for op in operations if has_contraction(op.stmt))
     # The weight is the left operand, and what the scan carries is the right one.
-    assert activations[product] == 1
+    assert operands[ACTIVATIONS][product] == 1
+    assert operands[WEIGHTS] == {product: 0}
 
 
 def test_operands_without_reductions_are_no_activations() -> None:
     program = built(lambda x, w: jnp.tanh(x) @ w, (ROWS, WIDTH), (WIDTH, 8), dp=2)
-    assert not activations_of(flattened(program)[0])
+    assert not any(operands_of(flattened(program)[0]).values())
 
 
 def test_an_axis_stays_if_it_shards_the_same_dim() -> None:
