@@ -178,8 +178,8 @@ class _Writer:
             length=len(self.cycle.inside),
         )
         self.body.append(scan)
-        handed = _like(state, outs[1:])
-        return handed, self.make.known_behind(handed.all[0], outs[0])
+        behind = _like(state, outs[1:])
+        return behind, self.make.known_behind(behind.all[0], outs[0])
 
     @property
     def reads(self) -> tuple[ir.Buffer, ...]:

@@ -32,9 +32,9 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 
 
-def merge_all(one: Group, other: Group) -> bool:
+def merge_all(group: Group, joining: Group) -> bool:
     """The default: all computations on the same chunk merge."""
-    del one, other
+    del group, joining
     return True
 
 
@@ -175,8 +175,8 @@ def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
     return widest
 
 
-def _is_larger(one: Var, other: Var) -> bool:
-    return any(n > m for n, m in zip(shape_of(one), shape_of(other), strict=True))
+def _is_larger(var: Var, than: Var) -> bool:
+    return any(n > m for n, m in zip(shape_of(var), shape_of(than), strict=True))
 
 
 def _mapped(compute: ir.Compute) -> dict[Var, Dims]:
