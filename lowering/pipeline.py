@@ -201,10 +201,10 @@ def run_passes(
     return program
 
 
-def _same_statements(one: Program, other: Program) -> bool:
+def _same_statements(before: Program, after: Program) -> bool:
     """Whether only marks and remarks differ; no invariant concerns these."""
-    pairs = ((one.params, other.params), (one.results, other.results))
-    return one.body is other.body and all(a == b for a, b in pairs)
+    pairs = ((before.params, after.params), (before.results, after.results))
+    return before.body is after.body and all(a == b for a, b in pairs)
 
 
 def build_program(

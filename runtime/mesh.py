@@ -158,12 +158,12 @@ def abstract(mesh: AnyMesh | None) -> AbstractMesh:
     return AbstractMesh(tuple(mesh.shape[n] for n in names), names, axis_types=types)
 
 
-def same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
+def same_mesh(mesh: AnyMesh, other: AnyMesh) -> bool:
     """Whether two meshes have the same axes and, where both say, the same devices."""
-    if tuple(one.shape.items()) != tuple(other.shape.items()):
+    if tuple(mesh.shape.items()) != tuple(other.shape.items()):
         return False
-    if isinstance(one, Mesh) and isinstance(other, Mesh):
-        return bool(np.array_equal(one.devices, other.devices))
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return bool(np.array_equal(mesh.devices, other.devices))
     return True
 
 
@@ -199,9 +199,9 @@ def mesh_text(mesh: AnyMesh, most: int = 8) -> str:
     return f"mesh({axes})"
 
 
-def mesh_texts(one: AnyMesh, other: AnyMesh) -> tuple[str, str]:
+def mesh_texts(mesh: AnyMesh, other: AnyMesh) -> tuple[str, str]:
     """Two meshes in words; with all devices if the words were equal otherwise."""
-    texts = mesh_text(one), mesh_text(other)
+    texts = mesh_text(mesh), mesh_text(other)
     if texts[0] != texts[1]:
         return texts
-    return mesh_text(one, one.size), mesh_text(other, other.size)
+    return mesh_text(mesh, mesh.size), mesh_text(other, other.size)

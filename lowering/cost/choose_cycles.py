@@ -37,7 +37,7 @@ from jhost.lowering.schedule.movable_transfers import (
     own_stacks,
 )
 from jhost.lowering.schedule.once import Once, once_of, with_once
-from jhost.lowering.schedule.with_cycle import with_cycle
+from jhost.lowering.schedule.with_cycle import WrittenCycle, with_cycle
 
 _GAIN = 0.998
 """A cycle's time must be below this share of the time without it."""
@@ -48,10 +48,14 @@ _GAIN_OF_WORK = 0.995
 
 @dataclasses.dataclass(slots=True)
 class _Decision:
-    """Whether it gains to move transfers of a scan; None if that is not known yet."""
+    """Whether it gains to move transfers of a scan; None if that is not known yet.
+
+    `written` has the cycle as it was written into other programs.
+    """
 
     moved: Cycle | Once
     gains: bool | None = None
+    written: list[WrittenCycle] = dataclasses.field(default_factory=list[WrittenCycle])
 
     @property
     def most(self) -> float:
@@ -117,7 +121,7 @@ class ChooseCycles(EachProgram):
             decision = self.decision(cycle)
             if decision.gains is False:
                 continue  # it is not even written
-            other = with_cycle(program, cycle)
+            other = with_cycle(program, cycle, decision.written)
             if self.is_better(best, other, decision):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]

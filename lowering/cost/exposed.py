@@ -67,9 +67,9 @@ class _ExposedStretch:
         return self.end - self.start
 
 
-def _common(one: _ExposedStretch, other: _ExposedStretch) -> float:
+def _common(stretch: _ExposedStretch, other: _ExposedStretch) -> float:
     """The seconds that two have in common."""
-    return max(min(one.end, other.end) - max(one.start, other.start), 0.0)
+    return max(min(stretch.end, other.end) - max(stretch.start, other.start), 0.0)
 
 
 def _union(spans: Iterable[_ExposedStretch]) -> Sequence[_ExposedStretch]:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
 from jhost.lowering.rules.contract import read_in_other_order
@@ -62,7 +63,7 @@ def kernels(
     compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
 ) -> list[Kernel]:
     """The kernels of `compute` on one device, in the iteration `at`."""
-    return [step.kernel for step in _UnitKernels(compute, mesh, at).steps()]
+    return [step.kernel for step in _launches(compute, mesh, at)]
 
 
 def steps_for(
@@ -72,7 +73,7 @@ def steps_for(
     urgent: Set[int],
 ) -> list[Launch]:
     """The kernels in a possible order, with those that `urgent` needs first."""
-    steps = list(_UnitKernels(compute, mesh, at).steps())
+    steps = _launches(compute, mesh, at)
     maker = {var: number for number, step in enumerate(steps) for var in step.writes}
     ordered: dict[int, Launch] = {}
 
@@ -90,6 +91,22 @@ def steps_for(
     return list(ordered.values())
 
 
+def _launches(
+    compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
+) -> Sequence[Launch]:
+    ranks = {axis: at[Rank(axis)] for axis in mesh}
+    return _launches_of(compute.unit, mesh, ranks, _chunk_at(compute, at))
+
+
+# Candidates have most units in common, and each is timed in many programs.
+@derived_with
+def _launches_of(
+    unit: Unit, mesh: Mapping[str, int], ranks: Mapping[str, int], chunk: ChunkAt | None
+) -> Sequence[Launch]:
+    site = Site(mesh=mesh, rank=ranks.__getitem__, chunk=chunk)
+    return [*_UnitKernels(unit, site).steps()]
+
+
 def forwarded(unit: Unit) -> dict[int, int]:
     """The operands of barriers, each by the variable of the result that equals it."""
     found: dict[int, int] = {}
@@ -100,19 +117,15 @@ def forwarded(unit: Unit) -> dict[int, int]:
 
 
 class _UnitKernels:
-    def __init__(
-        self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
-    ) -> None:
-        self.eqns = [e for e in compute.unit.eqns if not is_barrier(e.eqn)]
-        self.invars = compute.unit.invars
-        self.value = _identities(forwarded(compute.unit))
-        self.site = Site(
-            mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
-        )
+    def __init__(self, unit: Unit, site: Site) -> None:
+        self.eqns = [e for e in unit.eqns if not is_barrier(e.eqn)]
+        self.invars = unit.invars
+        self.value = _identities(forwarded(unit))
+        self.site = site
         self.heavy = {id(e.eqn) for e in self.eqns if e.rule.contracts}
         self.bytes = self.sizes()
         users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
-        outside = (*compute.unit.outvars, *(var for eqn in users for var in eqn.invars))
+        outside = (*unit.outvars, *(var for eqn in users for var in eqn.invars))
         self.wanted = set(map(self.value, outside))
         self.sources = self.origins()
 

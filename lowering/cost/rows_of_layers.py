@@ -71,10 +71,10 @@ def _rows(
             yield tuple(group for group in marks if group in row)
 
 
-def _take_turns(one: Sequence[int], other: Sequence[int]) -> bool:
+def _take_turns(numbers: Sequence[int], others: Sequence[int]) -> bool:
     """Whether each of two groups has a mark between marks of the other."""
-    return _has_between(one, other) and _has_between(other, one)
+    return _has_between(numbers, others) and _has_between(others, numbers)
 
 
-def _has_between(one: Sequence[int], other: Sequence[int]) -> bool:
-    return any(min(other) < place < max(other) for place in one)
+def _has_between(numbers: Sequence[int], others: Sequence[int]) -> bool:
+    return any(min(others) < place < max(others) for place in numbers)

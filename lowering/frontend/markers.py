@@ -69,10 +69,10 @@ class Markers(Values):
         return buffer
 
     def agreed(
-        self, buffer: ir.Buffer, one: StreamRequest, other: StreamRequest
+        self, buffer: ir.Buffer, first: StreamRequest, second: StreamRequest
     ) -> StreamRequest:
         """One mark for two on the same value."""
-        merged = merge_marks(one, other) if one.dim == other.dim else None
+        merged = merge_marks(first, second) if first.dim == second.dim else None
         if merged is None:
             raise errors.StreamConflictError(
                 f"Two marks ask for different streams of one value of shape "
@@ -80,7 +80,7 @@ class Markers(Values):
                 [
                     f"axis={mark.dim}, chunks={mark.chunks}, pipeline={mark.pipeline} "
                     f"at {mark.where}"
-                    for mark in (one, other)
+                    for mark in (first, second)
                 ],
             )
         return merged

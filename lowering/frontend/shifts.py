@@ -187,9 +187,9 @@ class _ShiftWriter:
             fill=fills[0],
         )
 
-    def same(self, one: _Fill | None, other: _Fill | None) -> bool:
+    def same(self, fill: _Fill | None, other: _Fill | None) -> bool:
         """Whether two scalars are known to be one, of one dtype."""
-        return one is other or self.known(one) == self.known(other)
+        return fill is other or self.known(fill) == self.known(other)
 
     def known(self, fill: _Fill | None) -> tuple[str, bytes] | Var | None:
         """The dtype of a scalar and its value, or the variable that it is."""

@@ -163,25 +163,25 @@ def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
     return dataclasses.replace(program, marks=own)
 
 
-def is_alike(one: Program, other: Program) -> bool:
+def is_alike(program: Program, other: Program) -> bool:
     """Whether two programs only differ in the fields of stream marks."""
     return (
         # By identity: facts about statements are cached by it, so an equal copy is new.
-        one.body is other.body
-        and one.params == other.params
-        and one.results == other.results
-        and one.is_body == other.is_body
-        and one.staying == other.staying
-        and one.display_names is other.display_names
-        and len(one.marks) == len(other.marks)
-        and all(map(_is_same_mark, one.marks, other.marks))
+        program.body is other.body
+        and program.params == other.params
+        and program.results == other.results
+        and program.is_body == other.is_body
+        and program.staying == other.staying
+        and program.display_names is other.display_names
+        and len(program.marks) == len(other.marks)
+        and all(map(_is_same_mark, program.marks, other.marks))
     )
 
 
-def _is_same_mark(one: Mark, other: Mark) -> bool:
-    if not isinstance(one, StreamChoice) or not isinstance(other, StreamChoice):
-        return one == other
-    return (one.buffer, one.dim) == (other.buffer, other.dim)
+def _is_same_mark(mark: Mark, other: Mark) -> bool:
+    if not isinstance(mark, StreamChoice) or not isinstance(other, StreamChoice):
+        return mark == other
+    return (mark.buffer, mark.dim) == (other.buffer, other.dim)
 
 
 def all_remarks(program: Program) -> list[Remark]:

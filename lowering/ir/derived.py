@@ -1,6 +1,6 @@
-"""Facts about a program that are found once, and kept.
+"""Facts about a program or a unit that are found once, and kept.
 
-They are kept as long as the program lives.  Facts that several programs share, such as
+They are kept as long as that lives.  Facts that several programs share, such as
 the candidates for one choice, are kept as long as the object that holds them.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Stmt
+from jhost.lowering.ir.statements import Stmt, Unit
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Of = TypeVar("_Of", Program, Unit)
 
 
 def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
@@ -35,18 +36,18 @@ def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
 
 
 def derived_with(
-    find: Callable[Concatenate[Program, _P], _R],
-) -> Callable[Concatenate[Program, _P], _R]:
-    """`find`, which is called once for each program and its other arguments."""
+    find: Callable[Concatenate[_Of, _P], _R],
+) -> Callable[Concatenate[_Of, _P], _R]:
+    """`find`, which is called once for what it is about and its other arguments."""
 
     @functools.wraps(find)
-    def found(program: Program, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        known = program.derived.setdefault(find, [])
+    def found(about: _Of, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        known = about.derived.setdefault(find, [])
         # Compared, not hashed: the rates of devices hold a mapping.
         for given, result in known:
             if given == (args, kwargs):
                 return result
-        result = find(program, *args, **kwargs)
+        result = find(about, *args, **kwargs)
         known.append(((args, kwargs), result))
         return result
 

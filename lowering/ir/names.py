@@ -34,6 +34,8 @@ class FreshNames:
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._counts: Counter[str] = Counter()
+        self.asked: list[tuple[str, str]] = []
+        """What was asked for, and the name that it got."""
 
     @classmethod
     def of(cls, program: Program) -> FreshNames:
@@ -51,6 +53,7 @@ class FreshNames:
             name = f"{base}_{count}"
         self._taken.add(name)
         self._counts[base] = count
+        self.asked.append((wanted, name))
         return name
 
 

@@ -125,28 +125,28 @@ Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
 _Stream = TypeVar("_Stream", StreamRequest, StreamChoice)
 
 
-def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
+def merge_marks(first: _Stream, second: _Stream) -> _Stream | None:
     """What two marks ask for together, or None where they contradict each other."""
     merged: dict[str, Any] = {}
     wished: list[Wish] = []
     for wish in WISHES:
-        saying = [mark for mark in (one, other) if _asked(mark, wish) is not None]
+        saying = [mark for mark in (first, second) if _asked(mark, wish) is not None]
         asked = {_asked(mark, wish) for mark in saying}
         if len(asked) > 1:
             return None
         merged[wish] = asked.pop() if asked else None
         if all(wish in mark.wished for mark in saying):
             wished.append(wish)
-    lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
+    lines = tuple(dict.fromkeys((*first.lines, *second.lines)))
     # The reason for a choice goes with the choice.
-    pair = (one, other)
-    says = next((m for m in pair if any(_asked(m, wish) for wish in WISHES)), one)
+    pair = (first, second)
+    says = next((m for m in pair if any(_asked(m, wish) for wish in WISHES)), first)
     if isinstance(says, StreamChoice):
         says = says.with_spec(**merged)
     else:
         says = dataclasses.replace(says, **merged)
     return dataclasses.replace(
-        says, buffer=one.buffer, dim=one.dim, lines=lines, wished=tuple(wished)
+        says, buffer=first.buffer, dim=first.dim, lines=lines, wished=tuple(wished)
     )
 
 
@@ -155,17 +155,17 @@ def _asked(mark: StreamRequest | StreamChoice, wish: Wish) -> Any:
     return getattr(mark if isinstance(mark, StreamRequest) else mark.spec, wish)
 
 
-def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
+def merge_choices(first: StreamChoice, second: StreamChoice) -> StreamChoice | None:
     """The choice for two marks of one stream; an unpipelined one has no say."""
-    numbers = (*one.numbers, *other.numbers)
-    if one.unpipelined != other.unpipelined:
-        said = other if one.unpipelined else one
+    numbers = (*first.numbers, *second.numbers)
+    if first.unpipelined != second.unpipelined:
+        said = second if first.unpipelined else first
         return dataclasses.replace(
-            said, buffer=one.buffer, dim=one.dim, numbers=numbers
+            said, buffer=first.buffer, dim=first.dim, numbers=numbers
         )
-    merged = merge_marks(one, other)
+    merged = merge_marks(first, second)
     # If the two differ, the one that is not the default was chosen.
-    sums = one.spec.sums if other.spec.sums == "in chunks" else other.spec.sums
+    sums = first.spec.sums if second.spec.sums == "in chunks" else second.spec.sums
     return merged and dataclasses.replace(merged.with_spec(sums=sums), numbers=numbers)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -168,6 +168,7 @@ class Unit:
     """Equations that run together (nvFuser's HostUnit).
 
     `pads` says that it hands a value of the user's on, padded.
+    `derived` has facts that were found out about its equations (`ir/derived.py`).
     """
 
     name: str
@@ -175,6 +176,16 @@ class Unit:
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
     pads: bool = False
+    derived: dict[object, Any] = dataclasses.field(
+        default_factory=dict[object, Any], init=False, compare=False, repr=False
+    )
+
+    def named(self, name: str) -> Unit:
+        """The same equations under another name, with all that is known of them."""
+        unit = dataclasses.replace(self, name=name)
+        # Shared, so that what is found out about one of them later holds for both.
+        object.__setattr__(unit, "derived", self.derived)
+        return unit
 
 
 @node

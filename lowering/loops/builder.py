@@ -17,12 +17,12 @@ from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
-from jhost.lowering.loops.beside import Unchunked
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.loops.skewed import SkewedLoop
+from jhost.lowering.loops.whole_shard_loop import WholeShardLoop
 from jhost.lowering.loops.zigzag import (
     ZigzagLoop,
     dims_in_zigzag_order,
@@ -85,7 +85,7 @@ class LoopBuilder:
         self.adding: list[Group] = []
         self.beside: dict[int, list[Group]] = {}
         """By a loop's first node, the groups beside its last sends."""
-        self.loops: dict[int, ChunkLoop | Unchunked | None] = {}
+        self.loops: dict[int, ChunkLoop | WholeShardLoop | None] = {}
         """The loops that were made, by the identity of the first node."""
         self.streamed: dict[str, Buffer] = {}
         self.ordered: dict[str, Buffer] = {}
@@ -109,13 +109,13 @@ class LoopBuilder:
                 before[number] = before[number] | {n for n in found if n < number}
         return before
 
-    def should_merge(self, one: Group, other: Group) -> bool:
+    def should_merge(self, group: Group, joining: Group) -> bool:
         """Whether two groups share a loop; outside of loops, pieces of a barrier do.
 
         Their nodes are of one kind: see `kind_of`.
         """
-        return id(one[0]) not in self.participations or self.should_share_loop(
-            one, other
+        return id(group[0]) not in self.participations or self.should_share_loop(
+            group, joining
         )
 
     def kind_of(self, node: Node) -> str | tuple[str, ...] | None:
@@ -123,15 +123,17 @@ class LoopBuilder:
         part = self.participations.get(id(node))
         return part.stream if part else node.barrier or None
 
-    def should_share_loop(self, one: Group, other: Group) -> bool:
+    def should_share_loop(self, group: Group, joining: Group) -> bool:
         """Whether values pass from one group to the other chunk by chunk."""
-        if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
+        if any(
+            self.back.get(id(node), node) not in (*group, *joining) for node in joining
+        ):
             return False  # a total is gathered in the loop that makes its sum
         # A second gather of a value is for work behind the first gather's work, so it
         # needs a loop of its own.
-        if gathers_again(other, one):
+        if gathers_again(joining, group):
             return False
-        return all(self.aligned(maker, user) for maker in one for user in other)
+        return all(self.aligned(maker, user) for maker in group for user in joining)
 
     def aligned(self, maker: Node, user: Node) -> bool:
         """Whether `user` reads what `maker` writes in the same chunks."""
@@ -180,7 +182,7 @@ class LoopBuilder:
         """The transfers that are issued in front of their loops."""
         order = WorkAhead(groups, self.contractions)
         for group in self.adding:
-            if isinstance(loop := self.loop(group), Unchunked):
+            if isinstance(loop := self.loop(group), WholeShardLoop):
                 yield from order.ahead(group, *loop.turns[0])
 
     def ahead(self, ahead: IssuedAhead) -> Iterator[Stmt]:
@@ -188,7 +190,7 @@ class LoopBuilder:
             yield from self.lower(group)
             self.contractions.made(group)
         loop = self.loop(ahead.loop)
-        assert isinstance(loop, Unchunked)
+        assert isinstance(loop, WholeShardLoop)
         yield from loop.ahead(ahead.transfer, ahead.shards)
 
     def lower(self, group: Group) -> list[Stmt]:
@@ -231,13 +233,13 @@ class LoopBuilder:
         outs = tuple(buffer for node in pieces for buffer in node.writes)
         return Compute(unit=unit, ins=ins, outs=outs)
 
-    def loop(self, group: Group) -> ChunkLoop | Unchunked | None:
+    def loop(self, group: Group) -> ChunkLoop | WholeShardLoop | None:
         """The loop of a group, made once; None if it needs no loop."""
         if id(group[0]) not in self.loops:
             self.loops[id(group[0])] = self.new_loop(group)
         return self.loops[id(group[0])]
 
-    def new_loop(self, group: Group) -> ChunkLoop | Unchunked | None:
+    def new_loop(self, group: Group) -> ChunkLoop | WholeShardLoop | None:
         stream = self.participation(group[0]).stream
         choice = self.choices[stream]
         if choice.across:
@@ -271,7 +273,7 @@ class LoopBuilder:
             return self.balanced(spec)
         # If more chunks than devices are asked for, they are made.
         if group in self.adding and choice.chunks == choice.owners(self.mesh):
-            return Unchunked(spec, self.contractions)
+            return WholeShardLoop(spec, self.contractions)
         return P2PLoop(spec)
 
     def along_fewest(self, choice: Pipelining, group: Group) -> Pipelining:

@@ -142,10 +142,10 @@ class _Rotations:
             )
             self.merge((id(body), inside.name), (owner, outside.name))
 
-    def merge(self, one: ValueName, other: ValueName) -> None:
+    def merge(self, value: ValueName, other: ValueName) -> None:
         """Note that two values are the same, and so all that are the same as either."""
         # SciPy's disjoint sets would do this, but take half a second to import.
-        names = self.same[one]
+        names = self.same[value]
         names |= self.same[other]
         self.same |= dict.fromkeys(names, names)
 

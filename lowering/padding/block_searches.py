@@ -38,8 +38,8 @@ def best_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
     if size + -size % blocks - 1 > jnp.iinfo(dtype).max:
         return None
 
-    def best(one: _Found, other: _Found) -> _Found:
-        (x, i), (y, j) = one, other
+    def best(found: _Found, other: _Found) -> _Found:
+        (x, i), (y, j) = found, other
         wins = lax.bitwise_or(better(x, y), lax.ne(x, x))  # NaN is the best
         first = lax.bitwise_and(lax.eq(x, y), lax.lt(i, j))
         return lax.select(wins, x, y), lax.select(lax.bitwise_or(wins, first), i, j)

@@ -178,8 +178,8 @@ def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     return same and _AXIS not in str(two) and shapes == [*map(shape_of, eqn.outvars)]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
+def _equal(value: Any, other: Any) -> bool:
+    return bool(np.array_equal(np.asarray(value), np.asarray(other)))
 
 
 def _run(eqn: JaxprEqn, made: DimRule, args: Sequence[Any], shard: Shard) -> list[Any]:

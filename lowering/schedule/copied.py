@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir import statements as ir
@@ -37,6 +38,37 @@ def copied(
         for stmt in stmts
     ]
     return copies, made
+
+
+def with_names(stmts: Sequence[ir.Stmt], names: Mapping[str, str]) -> list[ir.Stmt]:
+    """Statements with some names of values and communications replaced.
+
+    They keep their variables, and are for another program.
+    """
+    if not names:
+        return [*stmts]
+    buffers = {
+        buffer.name: dataclasses.replace(buffer, name=names[buffer.name])
+        for stmt in ir.walk(tuple(stmts))
+        for buffer in itertools.chain(*reads_writes(stmt))
+        if buffer.name in names
+    }
+    return [_renamed(replace_buffers(stmt, buffers), names) for stmt in stmts]
+
+
+def _renamed(stmt: ir.Stmt, names: Mapping[str, str]) -> ir.Stmt:
+    """A statement with other names of communications."""
+    match stmt:
+        case ir.Communicate(name=name) if name in names:
+            return dataclasses.replace(stmt, name=names[name])
+        case ir.Wait(communication=name) if name in names:
+            return ir.Wait(communication=names[name])
+        case ir.For(body=body):
+            return dataclasses.replace(
+                stmt, body=tuple(_renamed(each, names) for each in body)
+            )
+        case _:
+            return stmt
 
 
 def _with_own_names(stmt: ir.Stmt, communications: Mapping[str, str]) -> ir.Stmt:

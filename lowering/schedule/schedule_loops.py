@@ -168,13 +168,13 @@ class _BetweenBorders:
         pairs = itertools.product(reads_writes(before)[1], reads_writes(stmt)[1])
         return any(self.is_one_place(one, other) for one, other in pairs)
 
-    def is_one_place(self, one: ir.Buffer, other: ir.Buffer) -> bool:
+    def is_one_place(self, buffer: ir.Buffer, other: ir.Buffer) -> bool:
         """Whether two written buffers may share an element."""
         # Loops never write one element through two aliases in one iteration.
-        memory = self.aliases.memory(one).name
-        whole = memory in (one.name, other.name)
+        memory = self.aliases.memory(buffer).name
+        whole = memory in (buffer.name, other.name)
         same = memory == self.aliases.memory(other).name
-        return same and (whole or one.name == other.name)
+        return same and (whole or buffer.name == other.name)
 
     def touched(self, stmt: ir.Stmt) -> tuple[set[str], set[str]]:
         """The memories that a statement reads and writes."""

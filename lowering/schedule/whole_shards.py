@@ -2,7 +2,7 @@
 
 A loop whose rows a waiting contraction reads has no chunks.  Its transfers move whole
 shards, and waiting contractions stand beside them (`waiting_contractions.py`).
-`loops/beside.py` writes the statements.
+`loops/whole_shard_loop.py` writes the statements.
 """
 
 from __future__ import annotations

@@ -19,28 +19,97 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.blocks import before_readers, contracts
-from jhost.lowering.schedule.copied import copied
+from jhost.lowering.schedule.copied import copied, with_names
 from jhost.lowering.schedule.cycle import Cycle, Late
 from jhost.lowering.schedule.stacks import Stacks, fresh
 
 
-def with_cycle(program: Program, cycle: Cycle) -> Program:
-    """`program` with the scan written as a cycle."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenCycle:
+    """A cycle as it was written into a program.
+
+    Attributes:
+        scan: the scan that it stands for.
+        stmts: the statements of the cycle.
+        replaced: the new buffers of the scan's results, by name.
+        said: what messages call the values that are written.
+        asked: the names that were asked for, and those that they got.
+    """
+
+    scan: ir.Scan
+    stmts: Sequence[ir.Stmt]
+    replaced: Mapping[str, ir.Buffer]
+    said: Mapping[str, str]
+    asked: Sequence[tuple[str, str]]
+
+    def fits(self, scan: ir.Scan) -> bool:
+        """Whether the same cycle of another program's scan differs in names alone."""
+        if scan.body is not self.scan.body or _kind(scan) != _kind(self.scan):
+            return False
+        around = [*zip(_around(self.scan), _around(scan), strict=True)]
+        names = {before.name: after.name for before, after in around}
+        return all(
+            names[before.name] == after.name
+            and dataclasses.replace(before, name=after.name) == after
+            for before, after in around
+        )
+
+    def again(self, scan: ir.Scan, names: FreshNames) -> WrittenCycle:
+        """The same for that scan; statements whose names stay are the same objects."""
+        pairs = zip(_around(self.scan), _around(scan), strict=True)
+        renamed = {before.name: after.name for before, after in pairs}
+        for wanted, name in self.asked:
+            renamed[name] = names.fresh(renamed.get(wanted, wanted))
+        renamed = {old: new for old, new in renamed.items() if old != new}
+        return WrittenCycle(
+            scan=scan,
+            stmts=with_names(self.stmts, renamed),
+            replaced={
+                renamed.get(name, name): dataclasses.replace(
+                    buffer, name=renamed.get(buffer.name, buffer.name)
+                )
+                for name, buffer in self.replaced.items()
+            },
+            said={renamed.get(name, name): said for name, said in self.said.items()},
+            asked=(),
+        )
+
+
+def _kind(scan: ir.Scan) -> tuple[int, ...]:
+    """What a scan does with its body and its operands."""
+    given = len(scan.consts), len(scan.carry)
+    return *given, scan.length, scan.reverse, scan.unroll
+
+
+def _around(scan: ir.Scan) -> tuple[ir.Buffer, ...]:
+    """What a scan reads and makes outside of its body."""
+    return (*scan.ins, *scan.outs)
+
+
+def with_cycle(program: Program, cycle: Cycle, known: list[WrittenCycle]) -> Program:
+    """`program` with the scan written as a cycle.
+
+    `known` has how the same cycle was written into other programs.  It is the same
+    here but for some names, and passes know what stays the same.
+    """
     names = FreshNames.of(program)
-    body: list[ir.Stmt] = []
-    replaced: Mapping[str, ir.Buffer] = {}
-    said = dict(program.display_names)
-    for stmt in program.body:
-        if stmt is cycle.scan:
-            writer = _Writer.outside(cycle, names)
-            stmts, replaced = writer.statements()
-            body += stmts
-            said |= writer.said
-        else:
-            body.append(replace_buffers(stmt, replaced))
-    results = tuple(replaced.get(each.name, each) for each in program.results)
+    before = next((each for each in known if each.fits(cycle.scan)), None)
+    if before is not None:
+        written = before.again(cycle.scan, names)
+    else:
+        writer = _Writer.outside(cycle, names)
+        stmts, replaced = writer.statements()
+        asked = tuple(names.asked)
+        written = WrittenCycle(cycle.scan, stmts, replaced, writer.said, asked)
+        known.append(written)
+    place = next(n for n, stmt in enumerate(program.body) if stmt is cycle.scan)
+    replaced = written.replaced
+    behind = (replace_buffers(stmt, replaced) for stmt in program.body[place + 1 :])
     return dataclasses.replace(
-        program, body=tuple(body), results=results, display_names=said
+        program,
+        body=(*program.body[:place], *written.stmts, *behind),
+        results=tuple(replaced.get(each.name, each) for each in program.results),
+        display_names={**program.display_names, **written.said},
     )
 
 
@@ -178,8 +247,8 @@ class _Writer:
             length=len(self.cycle.inside),
         )
         self.body.append(scan)
-        handed = _like(state, outs[1:])
-        return handed, self.make.known_behind(handed.all[0], outs[0])
+        behind = _like(state, outs[1:])
+        return behind, self.make.known_behind(behind.all[0], outs[0])
 
     @property
     def reads(self) -> tuple[ir.Buffer, ...]:

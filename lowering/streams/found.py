@@ -77,11 +77,11 @@ def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
     return kept
 
 
-def _overlap(one: FoundStream, other: FoundStream) -> bool:
+def _overlap(stream: FoundStream, other: FoundStream) -> bool:
     """Whether two streams exclude each other."""
-    if not one.moved.isdisjoint(other.moved):
+    if not stream.moved.isdisjoint(other.moved):
         return True
-    return not {m.buffer for m in one.every_mark}.isdisjoint(
+    return not {m.buffer for m in stream.every_mark}.isdisjoint(
         m.buffer for m in other.every_mark
     )
 

@@ -305,11 +305,11 @@ def _common_denominator(parts: Iterable[Participation]) -> Fraction:
     return ONE if common == 1 else Fraction(common)
 
 
-def _gcd(one: Fraction, other: Fraction) -> Fraction:
+def _gcd(share: Fraction, other: Fraction) -> Fraction:
     """The largest fraction that both are multiples of."""
-    if one is other or one == other:  # the most frequent case
-        return one
-    denominator = math.lcm(one.denominator, other.denominator)
+    if share is other or share == other:  # the most frequent case
+        return share
+    denominator = math.lcm(share.denominator, other.denominator)
     return Fraction(
-        math.gcd(int(one * denominator), int(other * denominator)), denominator
+        math.gcd(int(share * denominator), int(other * denominator)), denominator
     )

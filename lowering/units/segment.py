@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from jax.extend.core import Literal, Var
 
@@ -32,9 +32,9 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 
 
-def merge_all(one: Group, other: Group) -> bool:
+def merge_all(group: Group, joining: Group) -> bool:
     """The default: all computations on the same chunk merge."""
-    del one, other
+    del group, joining
     return True
 
 
@@ -48,6 +48,16 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
     return (stmt.chunk,)
 
 
+_Known: TypeAlias = dict[
+    tuple[tuple[int, ...], tuple[str, ...]],
+    tuple[Sequence[ir.Compute], ir.Compute],
+]
+"""Computations and what they were merged into.
+
+They are found by their identities, and by the values that others read.
+"""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment(EachProgram):
     """Computations of one equation -> units of all that the predicate lets merge."""
@@ -55,15 +65,22 @@ class Segment(EachProgram):
     name: ClassVar[str] = "segment"
 
     should_merge: ShouldMerge = merge_all
+    known: _Known = dataclasses.field(
+        default_factory=dict[Any, Any], compare=False, repr=False
+    )
+    """Candidates, and the forms that their transfers may have, share most units."""
 
     def change(self, program: Program) -> Program:
-        segmenter = _Segmenter(program, self.should_merge)
+        segmenter = _Segmenter(program, self.should_merge, self.known)
         return dataclasses.replace(program, body=segmenter.body(program.body))
 
 
 class _Segmenter:
-    def __init__(self, program: Program, should_merge: ShouldMerge) -> None:
+    def __init__(
+        self, program: Program, should_merge: ShouldMerge, known: _Known
+    ) -> None:
         self.should_merge = should_merge
+        self.known = known
         self.names = FreshNames()
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
@@ -89,16 +106,19 @@ class _Segmenter:
                     yield from self.stretch(stretch)
                     stretch = []
                     yield stmt
-                # A loop is one node of the stretch; its body has stretches of its own.
-                case ir.For():
-                    stretch.append(dataclasses.replace(stmt, body=self.body(stmt.body)))
                 case _:
                     stretch.append(stmt)
         yield from self.stretch(stretch)
 
     def stretch(self, stmts: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
+        # A loop is one node of the stretch; its body has stretches of its own.
+        loops = {
+            id(stmt): dataclasses.replace(stmt, body=self.body(stmt.body))
+            for stmt in stmts
+            if isinstance(stmt, ir.For)
+        }
         if len(stmts) < 2:  # the most frequent case in loops
-            yield from stmts
+            yield from (loops.get(id(stmt), stmt) for stmt in stmts)
             return
         graph = nodes(stmts)
         for group in merge_groups(graph, graph.before, self.should_merge, chunk_of):
@@ -106,26 +126,38 @@ class _Segmenter:
                 node.stmt for node in group if isinstance(node.stmt, ir.Compute)
             ]
             if len(computes) > 1:
-                yield self.merged(computes)
+                yield self.named(computes)
             else:
-                yield from (stmt for node in group for stmt in node.stmts)
+                every = (stmt for node in group for stmt in node.stmts)
+                yield from (loops.get(id(stmt), stmt) for stmt in every)
 
-    def merged(self, computes: Sequence[ir.Compute]) -> ir.Compute:
-        """One computation that does what `computes` do, in their order."""
-        made = {buffer.name for compute in computes for buffer in compute.outs}
+    def named(self, computes: Sequence[ir.Compute]) -> ir.Compute:
+        """One computation that does what `computes` do, with the next unit's name."""
+        made = [buffer.name for compute in computes for buffer in compute.outs]
         reads = Counter(buffer.name for compute in computes for buffer in compute.ins)
+        # A value that only this unit reads becomes a variable without a buffer.
+        left = tuple(
+            name for name in made if name in self.kept or self.reads[name] > reads[name]
+        )
+        key = tuple(map(id, computes)), left
+        if key not in self.known:
+            # With the statements, so that no others get their identities.
+            self.known[key] = computes, self.merged(computes, left)
+        _, merged = self.known[key]
+        unit = merged.unit.named(self.names.fresh("unit"))
+        return dataclasses.replace(merged, unit=unit)
+
+    def merged(
+        self, computes: Sequence[ir.Compute], left: Container[str]
+    ) -> ir.Compute:
+        """One computation that does what `computes` do, and gives what is `left`."""
+        made = {buffer.name for compute in computes for buffer in compute.outs}
         ins = {b.name: b for c in computes for b in c.ins if b.name not in made}
         variables = _variables(computes)
         eqns = [eqn for compute in computes for eqn in _renamed(compute, variables)]
-        outs = [
-            buffer
-            for compute in computes
-            for buffer in compute.outs
-            # A value that only this unit reads becomes a variable without a buffer.
-            if buffer.name in self.kept or self.reads[buffer.name] > reads[buffer.name]
-        ]
+        outs = [b for compute in computes for b in compute.outs if b.name in left]
         unit = ir.Unit(
-            name=self.names.fresh("unit"),
+            name="unit",
             eqns=tuple(eqns),
             invars=tuple(variables[name] for name in ins),
             outvars=tuple(variables[buffer.name] for buffer in outs),
@@ -175,8 +207,8 @@ def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
     return widest
 
 
-def _is_larger(one: Var, other: Var) -> bool:
-    return any(n > m for n, m in zip(shape_of(one), shape_of(other), strict=True))
+def _is_larger(var: Var, than: Var) -> bool:
+    return any(n > m for n, m in zip(shape_of(var), shape_of(than), strict=True))
 
 
 def _mapped(compute: ir.Compute) -> dict[Var, Dims]:

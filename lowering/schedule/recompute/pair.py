@@ -11,13 +11,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost._jax import Residual, Split, rewritten
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_plain_calls
 
-Handed = tuple[tuple[Var, Var], ...]
+SavedValues = tuple[tuple[Var, Var], ...]
 """Values of the first program, each with the operand of the second that it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """Two programs, and the values `handed` from the first to the second.
+    """Two programs, and the values `saved` from the first to the second.
 
     These are not among the results of `first` or the operands of `second`.  A policy of
     the user's may have chosen them.
@@ -25,25 +25,25 @@ class Pair:
 
     first: FlatJaxpr
     second: FlatJaxpr
-    handed: Handed
+    saved: SavedValues
     by_policy: bool
 
     def with_eqns(
-        self, first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], handed: Handed
+        self, first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], saved: SavedValues
     ) -> Pair:
         """The pair with other equations, and other values between them."""
         return dataclasses.replace(
             self,
             first=dataclasses.replace(self.first, eqns=tuple(first)),
             second=dataclasses.replace(self.second, eqns=tuple(second)),
-            handed=handed,
+            saved=saved,
         )
 
 
 def pair_of(split: Split) -> Pair:
     """The programs of a split, with no plain calls in them."""
     first, second = map(inline_plain_calls, (split.first, split.second))
-    handed: list[tuple[Var, Var]] = []
+    saved: list[tuple[Var, Var]] = []
     own: list[Var] = []
     count = len(split.residuals)
     for residual, operand in zip(split.residuals, second.invars, strict=False):
@@ -51,19 +51,19 @@ def pair_of(split: Split) -> Pair:
         if residual.constant is not None:
             own.append(operand)
         elif residual.result is not None:
-            handed.append((first.outvars[residual.result], operand))
+            saved.append((first.outvars[residual.result], operand))
         else:
-            handed.append((first.invars[residual.given or 0], operand))
-    results = _not_handed(first.outvars, split)
+            saved.append((first.invars[residual.given or 0], operand))
+    results = _not_saved(first.outvars, split)
     return Pair(
         dataclasses.replace(first, outvars=results),
         dataclasses.replace(second, invars=(*own, *second.invars[count:])),
-        tuple(handed),
+        tuple(saved),
         split.by_policy,
     )
 
 
-def _not_handed(outvars: Sequence[Var], split: Split) -> tuple[Var, ...]:
+def _not_saved(outvars: Sequence[Var], split: Split) -> tuple[Var, ...]:
     """The results that are the program's own, and those that are no residuals."""
     residuals = {residual.result for residual in split.residuals}
     numbers = range(len(outvars))
@@ -74,7 +74,7 @@ def split_of(pair: Pair, like: Split) -> Split:
     """The split that a pair made of another one is."""
     first, second = pair.first, pair.second
     kept, others = first.outvars[: like.kept], first.outvars[like.kept :]
-    values = [value for value, _ in pair.handed]
+    values = [value for value, _ in pair.saved]
     # A value that is passed twice needs one more result.  An operand, or a result that
     # is there anyway, needs none.
     made = [v for v in dict.fromkeys(values) if v not in (*first.invars, *kept)]
@@ -86,7 +86,7 @@ def split_of(pair: Pair, like: Split) -> Split:
         return Residual(result=results.index(value))
 
     constants = [r for r in like.residuals if r.constant is not None]
-    operands = [operand for _, operand in pair.handed]
+    operands = [operand for _, operand in pair.saved]
     return dataclasses.replace(
         like,
         first=rewritten(

@@ -71,7 +71,7 @@ def _with_less_before(flat: FlatJaxpr, place: int) -> FlatJaxpr:
     free = _free(before, _makers(pair), {*flat.invars, *_read(behind), *flat.outvars})
     for here in earlier:
         pair = with_less_stacked(pair, here, 0, lambda v: _cost(v, free), _with_less)
-    instead = {operand: value for value, operand in pair.handed}
+    instead = {operand: value for value, operand in pair.saved}
     scan = on_others(pair.second.eqns[:1], instead)
     eqns = (*pair.first.eqns, *scan, *pair.second.eqns[1:])
     return dataclasses.replace(flat, eqns=eqns)
@@ -85,7 +85,7 @@ def _with_less(pair: Pair, given: Mapping[Var, int]) -> Pair:
     take 2 % longer.
     """
     in_first, in_second = _contracted(pair.first), _contracted(pair.second)
-    both = {v for v, x in pair.handed if v in in_first and x in in_second}
+    both = {v for v, x in pair.saved if v in in_first and x in in_second}
     return _with_least(pair, given, both)
 
 
@@ -105,18 +105,18 @@ def _with_least(
     pair = with_least_stacked(pair, lambda v: _cost(v, free), _with_least)
     first, second = pair.first, pair.second
     made_of = {var: _operands(eqn) for var, eqn in again.items()}
-    wanted = [value for value, _ in pair.handed]
+    wanted = [value for value, _ in pair.saved]
     cut = least_cut(wanted, made_of, lambda v: given[v] if v in given else _bytes(v))
     results = (var for eqn in first.eqns for var in eqn.outvars)
     saved = [var for var in (*first.invars, *results) if var in cut.kept]
     computed = [e for e in first.eqns if not cut.again.isdisjoint(e.outvars)]
-    instead = {operand: value for value, operand in pair.handed}
+    instead = {operand: value for value, operand in pair.saved}
     outvars = tuple(renamed(second.outvars, instead))
     eqns = (*computed, *on_others(second.eqns, instead))
     return dataclasses.replace(
         pair,
         second=FlatJaxpr(second.invars, outvars, eqns),
-        handed=tuple((value, value) for value in saved),
+        saved=tuple((value, value) for value in saved),
     )
 
 

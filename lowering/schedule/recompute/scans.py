@@ -54,9 +54,9 @@ def with_less_stacked(
     pair: Pair, first: int, second: int, cost: Callable[[Var], int], least: LeastCut
 ) -> Pair:
     """The two programs with the least between two scans of theirs, by position."""
-    if not (handed := _handed(pair, first, second)):
+    if not (saved := _saved(pair, first, second)):
         return pair
-    scans = _Scans(pair, (first, second), handed)
+    scans = _Scans(pair, (first, second), saved)
     bodies = scans.bodies()
     return scans.joined(least(bodies, scans.costs(bodies, cost)))
 
@@ -70,7 +70,7 @@ def scans_in(eqns: Sequence[JaxprEqn]) -> list[int]:
     ]
 
 
-def _handed(pair: Pair, first: int, second: int) -> dict[int, int]:
+def _saved(pair: Pair, first: int, second: int) -> dict[int, int]:
     """The results of a first scan that are only for a second, by the second's operands.
 
     The first stacks them, and the second reads their slices once.  Nothing else in the
@@ -86,10 +86,10 @@ def _handed(pair: Pair, first: int, second: int) -> dict[int, int]:
     xs = {x: n for n, x in enumerate(reads.invars[before:], before)}
     # A stack that something else reads as a whole has to exist anyway.
     in_first, in_second = _reads(pair.first), _reads(pair.second)
-    shared = {v for v, x in pair.handed if x not in xs or in_second[x] > 1}
+    shared = {v for v, x in pair.saved if x not in xs or in_second[x] > 1}
     return {
         xs[x]: ys[value]
-        for value, x in pair.handed
+        for value, x in pair.saved
         if value in ys and value not in shared and not in_first[value]
     }
 
@@ -106,13 +106,13 @@ def _reads(program: Any) -> Counter[Any]:
 class _Scans:
     """A scan of the first program that stacks values for a scan of the second.
 
-    `places` says where they stand.  `handed` has, for operands of the second scan, the
+    `places` says where they stand.  `saved` has, for operands of the second scan, the
     results of the first that they are; both by number.
     """
 
     pair: Pair
     places: tuple[int, int]
-    handed: Mapping[int, int]
+    saved: Mapping[int, int]
 
     @property
     def first(self) -> JaxprEqn:
@@ -125,24 +125,24 @@ class _Scans:
     @property
     def own_results(self) -> list[int]:
         """The results of the first scan that are not for the second alone."""
-        handed = set(self.handed.values())
-        return [n for n in range(len(self.first.outvars)) if n not in handed]
+        saved = set(self.saved.values())
+        return [n for n in range(len(self.first.outvars)) if n not in saved]
 
     @property
     def own_operands(self) -> list[int]:
         """The operands of the second scan that are not from the first."""
-        return [n for n in range(len(self.second.invars)) if n not in self.handed]
+        return [n for n in range(len(self.second.invars)) if n not in self.saved]
 
     def bodies(self) -> Pair:
         first = inline_plain_calls(self.first.params["jaxpr"])
         second = inline_plain_calls(self.second.params["jaxpr"])
         results = tuple(first.outvars[n] for n in self.own_results)
         operands = tuple(second.invars[n] for n in self.own_operands)
-        handed = ((first.outvars[y], second.invars[x]) for x, y in self.handed.items())
+        saved = ((first.outvars[y], second.invars[x]) for x, y in self.saved.items())
         return Pair(
             dataclasses.replace(first, outvars=results),
             dataclasses.replace(second, invars=operands),
-            tuple(handed),
+            tuple(saved),
             self.pair.by_policy,
         )
 
@@ -172,18 +172,18 @@ class _Scans:
     def joined(self, bodies: Pair) -> Pair:
         """The two programs with scans of these bodies."""
         stack = _Stack(self.first, self.own_results, bodies)
-        taken = [stack.taken(value, inside) for value, inside in bodies.handed]
+        taken = [stack.taken(value, inside) for value, inside in bodies.saved]
         read = self.read(bodies.second)
         same = {t.inside: read[t.place] for t in taken if t.place in read}
         taken = [t for t in taken if t.inside not in same]
-        gone = {self.second.invars[n] for n in self.handed}
-        handed = [each for each in self.pair.handed if each[1] not in gone]
-        handed += [(t.whole, t.operand) for t in taken if isinstance(t.operand, Var)]
+        gone = {self.second.invars[n] for n in self.saved}
+        saved = [each for each in self.pair.saved if each[1] not in gone]
+        saved += [(t.whole, t.operand) for t in taken if isinstance(t.operand, Var)]
         second = self.with_operands(taken, bodies.second, same)
         return self.pair.with_eqns(
             _with(self.pair.first.eqns, self.places[0], stack.scan()),
             _with(self.pair.second.eqns, self.places[1], second),
-            tuple(handed),
+            tuple(saved),
         )
 
     def read(self, body: FlatJaxpr) -> dict[tuple[Any, bool], Var]:
@@ -192,7 +192,7 @@ class _Scans:
         A value of the first program, and whether it is a slice of it.
         """
         consts, count = scan_counts(self.second)
-        values = {operand: value for value, operand in self.pair.handed}
+        values = {operand: value for value, operand in self.pair.saved}
         return {
             (values.get(atom, atom), n >= consts + count): var
             for n, var in zip(self.own_operands, body.invars, strict=True)

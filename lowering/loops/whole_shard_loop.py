@@ -46,7 +46,7 @@ class WholeShards(MovingLoop):
         return [*self.before, *moved]
 
 
-class Unchunked:
+class WholeShardLoop:
     """The work of a loop on whole arrays, with contractions beside its transfers."""
 
     def __init__(self, spec: LoopSpec, contractions: WaitingContractions) -> None:
