@@ -14,8 +14,8 @@ from typing import TypeAlias
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
 
-Operands: TypeAlias = Mapping[Operation, int]
-"""Operations, each with the operand that is its activation, or its weight."""
+OperandNumbers: TypeAlias = Mapping[Operation, int]
+"""Operations, each with the number of the operand that is its activation, or weight."""
 
 ACTIVATIONS, WEIGHTS = "activations", "weights"
 
@@ -26,7 +26,7 @@ Nothing stays in all of the program if it is empty.
 """
 
 
-def operands_of(operations: Sequence[Operation]) -> Mapping[str, Operands]:
+def operands_of(operations: Sequence[Operation]) -> Mapping[str, OperandNumbers]:
     """The activations of operations, and their weights.
 
     An activation is the operand with the most reductions behind it.  An operation whose

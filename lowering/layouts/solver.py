@@ -25,7 +25,7 @@ from jhost.lowering.ir.operation import (
     claims_of,
 )
 from jhost.lowering.layouts.activations import (
-    Operands,
+    OperandNumbers,
     Staying,
     operands_of,
     stays,
@@ -161,7 +161,7 @@ class Solver:
         return self.decided(decided)
 
     @functools.cached_property
-    def operands(self) -> Mapping[str, Operands]:
+    def operands(self) -> Mapping[str, OperandNumbers]:
         """The operands that may stay: activations, and weights."""
         return operands_of(self.operations)
 
