@@ -184,7 +184,7 @@ def explain(
 
 
 def check_kwargs(name: str, kwargs: Any) -> None:
-    """Refuses what is no dict of keyword arguments, in the words of `jhost.<name>`."""
+    """Refuses all but a dict of keyword arguments, in the words of `jhost.<name>`."""
     if kwargs is None:
         return
     if not isinstance(kwargs, Mapping) or not all(

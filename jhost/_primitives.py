@@ -53,7 +53,7 @@ def _insert_entry(
 def _of_the_cotangent(params: dict[str, Any]) -> dict[str, Any]:
     """The shards that were asked for; of a dim that was to be whole, nothing.
 
-    The cotangent of what was gathered is a sum over the devices, and may be scattered.
+    The cotangent of a gathered value is a sum over devices, and may be scattered.
     """
     return {"spec": tuple(axes or None for axes in params["spec"])}
 

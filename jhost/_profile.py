@@ -111,7 +111,7 @@ def _check_arrays(leaves: Mapping[str, Any]) -> None:
 def _caller(
     compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """A call of what was compiled, with its arguments in place."""
+    """A call of the compiled function, with its arguments in place."""
     operands = tuple(args), dict(kwargs)
     placed = jax.tree.map(_placed, operands, compiled.input_shardings)
     infos = compiled.args_info

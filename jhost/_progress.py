@@ -12,7 +12,7 @@ class Progress(Protocol):
     """How a run says where it is."""
 
     def step(self, what: str, size: int = 1) -> None:
-        """`what` begins, which is so many steps; what came before is done."""
+        """`what` begins, and has so many steps; the one before is done."""
         ...
 
     def say(self, text: str) -> None:

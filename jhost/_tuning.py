@@ -30,7 +30,7 @@ class Environment:
 
     jhost: str
     jax: str
-    # XLA comes with it, and its version need not be that of JAX.
+    # XLA comes with it, and JAX may have another version.
     jaxlib: str
     platform: str
     device_kind: str

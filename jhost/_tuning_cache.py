@@ -32,7 +32,7 @@ class CacheKey:
 
 
 def load(key: CacheKey) -> Tuning | None:
-    """The tuning that was kept, if there is one; what is wrong with a file is said."""
+    """The tuning that was kept, if there is one; warns of a file that is no good."""
     path = key.path()
     try:
         tuning = Tuning.from_json(path.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def load(key: CacheKey) -> Tuning | None:
 
 
 def store(key: CacheKey, tuning: Tuning) -> None:
-    """Keeps a tuning, in place of what was kept before; says so if it cannot."""
+    """Keeps a tuning in place of the one before; a warning says if it cannot."""
     path = key.path()
     try:
         write(path, tuning.to_json())

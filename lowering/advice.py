@@ -46,7 +46,7 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
     predicted = explained.predicted
     if predicted is None:
         return ""
-    # First of all: what was asked for costs more than any transfer.
+    # First of all: a pipeline that was asked for costs more than any transfer.
     if _loses(explained, predicted):
         ask = "the pipeline asked for is predicted to be slower"
         return f'leave chunks= and pipeline= open ("auto"): {ask}'
@@ -72,7 +72,7 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
 
 def _unmarked(report: CommunicationReport) -> str:
     """Says that a mark on the work beside a transfer could hide it."""
-    # A gather can run beside its reader, and a sum beside what makes its terms.
+    # A gather can run beside its reader, and a sum beside its terms' makers.
     work = report.before if report.kind == "AllGather" else report.behind
     if not work or work in (START, END):
         return ""

@@ -58,7 +58,7 @@ def _abstract_eval(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
 
 
 def _effects(call_jaxpr: Any) -> Any:
-    """The effects of a call, less that of references that live in its program alone.
+    """The effects of a call, without those on references that only its program has.
 
     JAX 0.10 asks each equation that has it for a rule by which it does without them,
     which private primitives have.  It makes them values where the program is lowered.

@@ -1,4 +1,4 @@
-"""The three products of rows in groups, each of which has the others as derivatives.
+"""The three products of rows in groups; each has the others as derivatives.
 
 As many rows as `sizes` says, `[g]`, are in each of g groups, one group behind another.
 """

@@ -1,4 +1,4 @@
-"""The operands of which there are kernels, in a file that does not import Pallas."""
+"""The operands that kernels take, in a file that does not import Pallas."""
 
 from __future__ import annotations
 

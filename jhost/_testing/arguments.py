@@ -10,7 +10,7 @@ from jhost._annotate import as_int
 
 
 def check_axes(axes: Any) -> None:
-    """Refuses what is no dict of names and sizes of at least one device."""
+    """Refuses all but a dict of names and sizes, for at least one device."""
     pairs = dict(cast(Mapping[Any, Any], axes)) if isinstance(axes, Mapping) else None
     if pairs is None or not all(
         isinstance(name, str) and as_int(size) is not None
@@ -24,7 +24,7 @@ def check_axes(axes: Any) -> None:
 
 
 def check_tolerance(function: str, tolerance: Any) -> None:
-    """Refuses what is no number of at least 0, or None."""
+    """Refuses all but None and numbers of at least 0."""
     if tolerance is None:
         return
     # A bool is an int in Python.
@@ -60,7 +60,7 @@ def check_several(**given: Any) -> None:
 
 
 def check_gradients(gradients: Any) -> None:
-    """Refuses what is no bool."""
+    """Refuses all but a bool."""
     if not isinstance(gradients, bool):
         raise errors.ArgumentError(
             "jhost.testing.assert_equals_plain takes a bool as gradients, but got "

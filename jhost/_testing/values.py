@@ -90,10 +90,10 @@ class Case:
         return found
 
     def check_some_have(self, f: JitFunction[..., Any], pipeline: Pipeline) -> None:
-        """Refuses to compare what is none of a pipeline's.
+        """Refuses to compare a value that no pipeline can have.
 
         Raises:
-            PipelineError: no stream can have it; that of one device, none has.
+            PipelineError: no stream can have it, as none can on one device.
         """
         call = call_of(f.__jhost_source__, self.args, self.kwargs)
         # As JAX derives programs: what no mark can have is a remark, and no error.

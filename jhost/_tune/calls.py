@@ -28,7 +28,7 @@ def calls_of(
     *,
     gradients: bool | int | Sequence[int],
 ) -> dict[str, Call]:
-    """The call that `f` makes, and those of its value and gradients, by name.
+    """The calls of `f`, and of its value and gradients, by name.
 
     The gradients are by all floats, or by the positional arguments of these numbers, as
     inside `jax.jit`.  The calls are made without a tuning.
@@ -41,7 +41,7 @@ def calls_of(
         if len(derived) != len(names):
             names = [f"gradient {number}" for number in range(len(derived))]
         calls |= {f"{f.__name__}, {n}": c for n, c in zip(names, derived, strict=True)}
-    # Under `jax.set_mesh`, what is traced knows of an abstract mesh only.
+    # Under `jax.set_mesh`, a traced function knows of an abstract mesh only.
     mesh = calls[f.__name__].config.mesh
     return {
         name: Call(

@@ -41,8 +41,8 @@ def dispatch(
 def on_their_devices(experts: Experts, axis: str, most: int) -> Experts:
     """Experts that are spread over the devices of a mesh axis, for rows of each device.
 
-    No device has more than `most` rows for another, of which there is room for as many
-    from each.  To be called in a `jax.shard_map` over the axis.
+    No device has more than `most` rows for another.  There is room for so many rows
+    from each device.  To be called in a `jax.shard_map` over the axis.
     """
 
     def apply(rows: jax.Array, counts: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def _in_order(
 
 
 def _by_expert(counts: jax.Array, rows: int) -> jax.Array:
-    """The order that sorts by expert what is sorted by device and, there, by expert.
+    """The order that sorts rows by expert; they come sorted by device, then by expert.
 
     `counts` is `[device, expert]`; the rows behind all of them stay there.
     """

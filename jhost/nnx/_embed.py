@@ -1,4 +1,4 @@
-"""Embedding and logits of which each device has a part."""
+"""An embedding and logits: each device has a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of which each device has some columns, or some rows."""
+"""Linear layers: each device has some of the columns, or some of the rows."""
 
 from __future__ import annotations
 

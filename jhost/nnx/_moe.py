@@ -1,4 +1,4 @@
-"""A mixture of experts of which each device has some."""
+"""A mixture of experts: each device has some of them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class MoE(nnx.Module):
             DivisibilityError: the mesh axes do not divide the tokens.
             DimError: `x` has no sequence.
         """
-        # The softmax is over all experts, and `normalize` divides by what was chosen.
+        # The softmax is over all experts; `normalize` divides by the chosen ones' sum.
         weights, chosen = lax.top_k(self._probabilities(x), self.top_k)
         if self.normalize:
             weights = weights / jnp.sum(weights, -1, keepdims=True)

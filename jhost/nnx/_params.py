@@ -16,7 +16,7 @@ AxisByDim: TypeAlias = tuple[str | None, ...]
 
 
 def annotate(layer: Any, *, kernel: AxisByDim, bias: AxisByDim = ()) -> P:
-    """Shards a layer's parameters that have no sharding yet; that of its kernel."""
+    """Shards a layer's parameters that have no sharding yet; gives its kernel's."""
     layer.kernel = annotated(layer.kernel, kernel)
     if layer.bias is not None:
         layer.bias = annotated(layer.bias, bias)

@@ -125,9 +125,9 @@ class Order:
         """
         (source,) = self.tie([source])
         if self.active and not self.depth:
-            # It stands for all before it.  Were they kept, each later barrier would
-            # keep what has been sent, and what came: 2 GB of a step of 13B width over
-            # fsdp (XLA of JAX 0.11.2).
+            # It stands for all before it.  If they were kept, each later barrier would
+            # keep the values that were sent, and those that came: 2 GB of a step of 13B
+            # width over fsdp (XLA of JAX 0.11.2).
             self.chains[self.machine.current] = (source,)
         return source
 
@@ -159,8 +159,8 @@ class Order:
     def synchronize(self, stream: StreamKey) -> None:
         """The current stream goes on when the work on `stream` has ended.
 
-        Behind a loop that is its last computation.  Were it the last transfer, XLA
-        would issue those of the next loop before it is waited for, and make it
+        Behind a loop that is its last computation.  If it were the last transfer, XLA
+        would issue the next loop's before it is waited for, and make it
         synchronous.
         """
         if self.active:

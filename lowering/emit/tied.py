@@ -35,9 +35,9 @@ def tied(
 ) -> AbstractSet[int]:
     """The operands that wait, by number.
 
-    Some are `made` in the loop, and others `parts` of what was there before.  A step
+    Some are `made` in the loop, and others are `parts` of values from before.  A step
     that `repeats` waits for some operand, or XLA would merge its iterations.  Cheap
-    work that stands there once, such as a weight's cast, reads what is old in place.
+    work that stands there once, such as a weight's cast, reads the old value in place.
     """
     waiting = set(made)
     every = frozenset(range(len(unit.invars) if repeats else 0))

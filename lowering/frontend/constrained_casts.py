@@ -21,7 +21,7 @@ from jhost.lowering.ir.marks import Mark, ShardMark
 def on_narrower(
     marks: Sequence[Mark], body: Sequence[ir.Stmt], results: Iterable[ir.Buffer]
 ) -> tuple[Mark, ...]:
-    """The marks of a program, with its constraints beside casts on what is narrower."""
+    """The marks of a program, with constraints beside casts on the narrower value."""
     specs = {mark.buffer: mark.spec for mark in marks if isinstance(mark, ShardMark)}
     narrower = _narrower(body, results) if specs else {}
 

@@ -85,7 +85,7 @@ def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _chosen(each: Any, new: Any, old: Any) -> Any:
-    """The new ones of those of a batch for which `each` is true."""
+    """The new values where `each` is true in a batch, and else the old ones."""
     # JAX has the batch in front of all that is carried, where a condition has one.
     wide = lax.broadcast_in_dim(each, new.shape, range(each.ndim))
     return lax.select(wide, new, old)
@@ -101,7 +101,7 @@ def out_names(eqn: JaxprEqn) -> list[str]:
             counts = eqn.params["body_nconsts"], len(eqn.outvars)
         case _:
             return ["y"] * len(eqn.outvars)
-    # To the user what is carried is one value, outside and in the body.
+    # To the user a carried value is one, outside and in the body.
     _, carried, _ = split(param_names(close(body)), *counts)
     return [*carried, *["y"] * (len(eqn.outvars) - len(carried))]
 

@@ -151,7 +151,7 @@ class _Inliner:
         if keeps_its_barrier(eqn):
             args = self.traced(lax.optimization_barrier, args, eqn)
         body = called_body(eqn)
-        # Now: later nothing tells its marks from those of the function around.
+        # Now: later its marks look like those of the function around.
         if name == "jhost":
             body = _with_own_settings(body, eqn.params["config"])
         return self.run(body, getattr(body, "consts", ()), args, eqn)

@@ -78,7 +78,7 @@ class _ShiftWriter:
         return eqn
 
     def moved(self, eqn: JaxprEqn) -> JaxprEqn:
-        """A slice or a pad, of what was shifted before as well if it can be."""
+        """A slice or a pad, in one with earlier shifts of its operand if it can be."""
         operand, out = eqn.invars[0], eqn.outvars[0]
         if isinstance(operand, Literal):
             return eqn

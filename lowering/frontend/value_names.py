@@ -293,7 +293,7 @@ def _parsed(text: str) -> _Parsed:
 
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | ast.stmt]]:
-    """Targets, each with what is assigned to it."""
+    """Targets, each with the value that is assigned to it."""
     match node:
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=elts)):
             if len(targets) == len(elts):

@@ -154,8 +154,8 @@ def _elementwise(function: Run) -> Run:
 def converts(given: np.dtype, wanted: Any) -> bool:
     """Whether NumPy and XLA agree on each number of `given` in the type `wanted`.
 
-    They do not on floats that no integer is near to, nor on what is rounded to a
-    narrow float.
+    They do not on floats that no integer is near to, nor on values that are
+    rounded to a narrow float.
     """
     if jnp.issubdtype(wanted, jax.dtypes.extended):
         return False

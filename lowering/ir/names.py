@@ -35,7 +35,7 @@ class FreshNames:
         self._taken = set(taken)
         self._counts: Counter[str] = Counter()
         self.asked: list[tuple[str, str]] = []
-        """What was asked for, and the name that it got."""
+        """Each name that was asked for, and the one that was given."""
 
     @classmethod
     def of(cls, program: Program) -> FreshNames:

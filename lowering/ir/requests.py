@@ -30,8 +30,8 @@ WISHES: tuple[Wish, ...] = ("chunks", "pipeline")
 class StreamDefaults:
     """What holds for requests that do not say: arguments of `jhost.jit`.
 
-    They are wishes: what is `unmet` was found not to be possible.  In programs without
-    any request jhost `finds` streams.
+    They are wishes: those that are `unmet` were found to be impossible.  In programs
+    without any request jhost `finds` streams.
     """
 
     chunks: int | Literal["auto"] = "auto"

@@ -43,7 +43,7 @@ def _one_by_one(extent: int, stages: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
-    """Moves an iteration's `own` to `names` for a while, and what is new there back.
+    """Moves an iteration's `own` to `names` for a while, and new ones back.
 
     The stages of an iteration are apart, and other iterations use the same names.
     """

@@ -183,7 +183,7 @@ class Unit:
     def named(self, name: str) -> Unit:
         """The same equations under another name, with all that is known of them."""
         unit = dataclasses.replace(self, name=name)
-        # Shared, so that what is found out about one of them later holds for both.
+        # Shared: a fact that is found for one of them later holds for both.
         object.__setattr__(unit, "derived", self.derived)
         return unit
 

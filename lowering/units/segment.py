@@ -150,7 +150,7 @@ class _Segmenter:
     def merged(
         self, computes: Sequence[ir.Compute], left: Container[str]
     ) -> ir.Compute:
-        """One computation that does what `computes` do, and gives what is `left`."""
+        """One computation of all that `computes` do; its results are those `left`."""
         made = {buffer.name for compute in computes for buffer in compute.outs}
         ins = {b.name: b for c in computes for b in c.ins if b.name not in made}
         variables = _variables(computes)

@@ -22,7 +22,7 @@ class Root:
         """Whether something of `region` has contents, or it has no elements."""
         return (
             self.is_param
-            # Most often what was written is read again whole: one region, made once.
+            # Most often a written region is read again whole: it was made once.
             or any(region is write or overlap(region, write) for write in self.writes)
             or is_empty(region)
         )

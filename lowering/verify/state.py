@@ -262,7 +262,7 @@ class State(Machine):
         self.scopes.append(scope)
         yield
         if ends:
-            # No statement is to blame for what is wrong at the end.
+            # An error at the end is no statement's fault.
             self.stmt = None
             self.check_ended()
             for name in scope.names:

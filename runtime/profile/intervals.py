@@ -33,7 +33,7 @@ def subtract(cover: Cover, taken: Cover) -> Cover:
                 continue
             if start < first:
                 left.append((start, first))
-            # What is left of it may be cut again, by what comes later.
+            # Later intervals may cut the rest of it again.
             start = min(last, end)
         if start < end:
             left.append((start, end))

@@ -37,7 +37,7 @@ class ScheduledCommunication:
         operation: JAX's name of the operation that it comes from.
         kind: the kind of communication, as in the Host IR.
         computation: the body of the loop, branch or call around it, or "".
-        bytes: the bytes that each device receives; in a loop, those of one iteration.
+        bytes: the bytes that each device receives; in a loop, in one iteration.
         values: how many values it moves; above 1 if XLA combined communications.
         asynchronous: whether other work can run beside it.
         matmuls: the names of the matmuls beside it.

@@ -6,6 +6,7 @@ rule, its default, and the lowering of resharding as a pass of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -238,3 +239,26 @@ def test_the_finished_program_is_dumped_alone(
     (path,) = dumped(tmp_path)
     assert path.name.endswith(".host_ir.txt")
     assert path.read_text() == f"{lowered.host_ir}\n"
+
+
+def test_what_was_merged_once_is_merged_for_all_programs() -> None:
+    """Candidates differ in a few statements; facts about a unit hold for all."""
+    layouts = PropagateLayouts(), DelayReductions(), ConvertToCommunications()
+
+    def f(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x) * 2, jnp.sum(jhost.shard(y, P())) * 2
+
+    program = run_passes(built(f, (8, 4), (8, 4), tp=2), layouts)
+    segment = Segment()
+    made, other = segment.change(program), segment.change(program)
+    pairs = [
+        (one.unit, again.unit)
+        for one, again in zip(made.body, other.body, strict=True)
+        if isinstance(one, Compute) and isinstance(again, Compute)
+    ]
+    assert str(made) == str(other)
+    assert any(len(unit.eqns) > 1 for unit, _ in pairs)
+    assert all(unit.derived is again.derived for unit, again in pairs)
+    # What others read of a unit is a part of what is remembered.
+    fewer = dataclasses.replace(program, results=program.results[:1])
+    assert str(segment.change(fewer)) == str(Segment().change(fewer))
