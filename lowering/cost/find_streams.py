@@ -62,9 +62,29 @@ class FindStreams:
             return program  # found already, to choose its layouts
         plain = self.laid_out(program)
         bounds = StreamBounds(self.rates, self.transfers.can_hide)
-        found = _numbered(bounds.streams(plain))
-        if not any(found):
+        ways = [bounds.streams(plain)]
+        more = bounds.streams(plain, spares=True)
+        if any(m.spares for streams in more for s in streams for m in s.every_mark):
+            ways.append(more)
+        found = [
+            self.by_time(program, plain, _numbered(way)) for way in ways if any(way)
+        ]
+        if not found:
             return _remarked(program, Search())
+        first, *others = found
+        return min(found, key=self.seconds) if others else first
+
+    def seconds(self, program: Program) -> float:
+        return self.whole.predicted(program).total
+
+    def by_time(
+        self, program: Program, plain: Program, found: Sequence[Sequence[FoundStream]]
+    ) -> Program:
+        """`program` with the loops that gain among those of `found` streams.
+
+        `plain` is laid out for none of them.
+        """
+        assert self.rates is not None
         marks = [[m for each in streams for m in each.every_mark] for streams in found]
         of_program = _of_global_values(marks, plain, program)
         marked = self.laid_out(_with_more_marks(program, of_program))

@@ -41,15 +41,20 @@ class StreamBounds:
     def __init__(self, rates: Rates, can_hide: CanHide) -> None:
         self.rates, self.can_hide = rates, can_hide
 
-    def streams(self, program: Program) -> list[list[FoundStream]]:
-        """For each of `programs`, the streams that are worth a closer look."""
+    def streams(
+        self, program: Program, *, spares: bool = False
+    ) -> list[list[FoundStream]]:
+        """For each of `programs`, the streams that are worth a closer look.
+
+        `spares` is as in `found_streams`.
+        """
         every = [*programs(program)]
         scans = (stmt for each in every for stmt in each.body if isinstance(stmt, Scan))
         carried = {id(s.body): _carried(s) for s in scans if s.length > 1}
-        return [self.streams_of(each, carried.get(id(each))) for each in every]
+        return [self.streams_of(e, carried.get(id(e)), spares) for e in every]
 
     def streams_of(
-        self, program: Program, carried: Mapping[str, str] | None
+        self, program: Program, carried: Mapping[str, str] | None, spares: bool
     ) -> list[FoundStream]:
         """The streams of one program, or of a body that hands on values to itself."""
         if not any(map(self.may_hide, program.body)):
@@ -60,7 +65,7 @@ class StreamBounds:
         if not any(seconds.values()):
             return []
         seconds |= {id(n.stmt): s for n, s in zip(graph, work, strict=True) if s}
-        every = found_streams(program, lambda stmt: seconds.get(id(stmt), 0.0))
+        every = found_streams(program, lambda s: seconds.get(id(s), 0.0), spares)
         every = [e for e in every if e.hidden > least_gain(e, self.rates)]
         spare = self.spare_host(program) if every else 0.0
         every = [e for e in every if spare > self.more_host(program, e.moved)]

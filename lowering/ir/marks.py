@@ -61,6 +61,7 @@ class StreamChoice(OnLines):
         unmet: the wishes that cannot be met, with the reasons.
         numbers: the places of the marks among those of the program and its bodies.
         found: whether jhost found the stream, and nobody marked it.
+        spares: whether it was found because its loops would spare transfers of weights.
     """
 
     buffer: str
@@ -76,6 +77,7 @@ class StreamChoice(OnLines):
     unmet: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
     found: bool = False
+    spares: bool = False
 
     def with_spec(self, **said: Any) -> StreamChoice:
         """The choice with another spec, which is its own but for the fields `said`."""

@@ -13,6 +13,7 @@ from jhost.lowering.ir.bodies import is_alike
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute, Set
 from jhost.lowering.layouts.activations import Staying
 from jhost.lowering.layouts.flat_bodies import FlatBody, flattened
@@ -132,10 +133,21 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     # A known solution keeps its statements alive, so ids in keys stay theirs.
     if key not in known:
         ways = one_way_each(streamed, program.mesh.axis_names)
-        solved = [solve_layouts(whole, shardings, way) for way in ways]
+        near = known.get((*key[:-1], ())) if _are_found(flat) else None
+        solved = [solve_layouts(whole, shardings, way, near) for way in ways]
         # The first of equals: chunks then move along the innermost axis.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
     return dataclasses.replace(known[key], flat=flat)
+
+
+def _are_found(flat: FlatBody) -> bool:
+    """Whether nobody asked for its streams.
+
+    They were found where a solution without any moves something, and are near it,
+    unless they are to spare what it moves.
+    """
+    marks = (mark for each in flat.walk() for mark in stream_choices(each.program))
+    return all(mark.found and not mark.spares for mark in marks)
 
 
 def shardings_of(flat: FlatBody) -> dict[str, ShardMark]:

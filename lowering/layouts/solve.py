@@ -76,14 +76,20 @@ def solve_layouts(
     whole: Flattened,
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
+    near: Solution | None = None,
 ) -> Solution:
     """The layouts that meet `marks` and move few bytes elsewhere, in bodies too.
 
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
-    and dims belong to values by their names in `flattened`.
+    and dims belong to values by their names in `flattened`.  Where it is to be `near` a
+    solution for other such dims, single decisions of that one are changed.
     """
     solver = Solver(whole, marks, streamed)
-    best, close = _by_bytes(solver)
+    close: tuple[Staying, ...] = ()
+    if near is not None:
+        best = improved(solver, solver.starting_at(near.assignments))
+    else:
+        best, close = _by_bytes(solver)
     alternatives = [
         _alternatives(solver, op, assignment, best.layouts)
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)

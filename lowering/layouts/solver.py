@@ -178,6 +178,11 @@ class Solver:
             self.operations = operations
         return self.decided(decided)
 
+    def starting_at(self, assignments: Sequence[Assignment]) -> Decisions:
+        """Assignments that were best by other costs, with the preferences for them."""
+        self.preferences.backward(self.operations, assignments)
+        return self.decided(assignments)
+
     def decided(self, assignments: Sequence[Assignment]) -> Decisions:
         """Each operation with its own of these assignments."""
         made = Decisions(self.operations, self.effects, self.costs, self.given())

@@ -64,12 +64,16 @@ class FoundStream:
         return tuple(dict.fromkeys(lines))
 
 
-def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
+def found_streams(
+    program: Program, seconds: SecondsOf, spares: bool
+) -> list[FoundStream]:
     """The streams of one straight-line program; those that could hide most come first.
 
-    No two of them hide the same communication, or cut the same product.
+    No two of them hide the same communication, or cut the same product.  With `spares`
+    the transfers of weights count as well that the program would not need if it moved
+    chunks of rows instead.
     """
-    found = list(_StreamSearch(program, seconds).every())
+    found = list(_StreamSearch(program, seconds, spares).every())
     kept: list[FoundStream] = []
     while found:
         kept.append(best := _best(found))
@@ -105,7 +109,8 @@ def _best(found: Sequence[FoundStream]) -> FoundStream:
 
 
 class _StreamSearch:
-    def __init__(self, program: Program, seconds: SecondsOf) -> None:
+    def __init__(self, program: Program, seconds: SecondsOf, spares: bool) -> None:
+        self.spares = spares
         self.graph = graph_of(program)
         self.serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)
@@ -115,7 +120,7 @@ class _StreamSearch:
         """One stream for each dim along which some communication could be hidden."""
         reached: set[tuple[str, int]] = set()
         for number, node in enumerate(self.graph):
-            stay = self.rows_that_stay(number)
+            stay = self.rows_that_stay(number) if self.spares else ()
             dims = *_dims_that_move(node, self.mesh), *stay
             for buffer, dim in dims:
                 if (buffer.name, dim) in reached:
@@ -144,13 +149,15 @@ class _StreamSearch:
         if first is None:
             return None
         place = self.place(parts, first)
-        if place >= 0:
-            hidden |= {n: self.seconds[n] for n in self.spared(parts)}
+        spared: dict[int, float] = {}
+        if self.spares and place >= 0:
+            spared = {n: self.seconds[n] for n in self.spared(parts)}
+        hidden |= spared
         if not hidden:
             return None
         work = self.sum([n for n in parts if self.contracts(n)])
         return FoundStream(
-            marks=self.marks(parts),
+            marks=self.marks(parts, bool(spared)),
             moved=frozenset(self.name(n) for n in hidden),
             hidden=min(work, sum(hidden.values())),
             work=work,
@@ -284,7 +291,7 @@ class _StreamSearch:
             and part.writes
         ]
 
-    def marks(self, parts: Parts) -> tuple[tuple[StreamChoice, ...], ...]:
+    def marks(self, parts: Parts, spares: bool) -> tuple[tuple[StreamChoice, ...], ...]:
         """Marks of the products in a stream; the smallest group comes first."""
         # Products only, and not attention: its keys are rows of a contraction but no
         # chunks.  With a mark on them the stream would end there, and attention would
@@ -294,7 +301,7 @@ class _StreamSearch:
         alike: dict[object, list[StreamChoice]] = {}
         for number in rows:
             node, part = self.graph[number], parts[number]
-            mark = _mark(node, part, sums)
+            mark = _mark(node, part, sums, spares)
             alike.setdefault(_key(node, mark), []).append(mark)
         # Where layers are written out, the smallest group has one mark for each layer.
         return tuple(map(tuple, sorted(alike.values(), key=len)))
@@ -351,7 +358,7 @@ def _places(graph: Graph, parts: Parts) -> Iterator[tuple[str, int]]:
                 yield buffers[position].name, access.dim
 
 
-def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
+def _mark(node: Node, part: Participation, sums: bool, spares: bool) -> StreamChoice:
     """The mark of a contraction's result along the dim that a stream cuts.
 
     `sums` says whether there are contractions over all chunks.  They stand beside
@@ -373,6 +380,7 @@ def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
         by_name=False,
         lines=(source_line(node.stmt.unit.eqns[0].eqn),),
         found=True,
+        spares=spares,
     )
 
 
