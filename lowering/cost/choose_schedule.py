@@ -74,6 +74,8 @@ class ChooseSchedule:
 
     def best(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` with a remark if it takes less time as written."""
+        if ordered.body is program.body and not self.transfers.may_begin_early:
+            return ordered  # where nothing overlaps, this is all that there is
         best = ordered
         seconds = in_order = self.transfers.seconds(ordered)
         for early, written in self.written(program):

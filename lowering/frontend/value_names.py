@@ -45,10 +45,22 @@ class ValueNames:
     def __init__(self) -> None:
         self.known: dict[Var, str] = {}
         self.titles: dict[Var, str] = {}
+        self.makers: dict[Var, JaxprEqn] = {}
         self.after: dict[Var, Var] = {}
 
     def __getitem__(self, var: Var) -> str:
-        return self.of_user(var) or self.titles[var]
+        return self.of_user(var) or self.title_of(var)
+
+    def title_of(self, var: Var) -> str:
+        """The title of what makes a value, or the value that it hands on."""
+        while var not in self.titles:
+            before = self.after.get(var)
+            if before is None or not (before in self.titles or before in self.makers):
+                # Found only now: nobody asks it of values that have a name.
+                self.titles[var] = title(self.makers[var])
+            else:
+                var = before
+        return self.titles[var]
 
     def of_user(self, var: Var) -> str | None:
         """The name that the user's lines give, if they give one."""
@@ -77,8 +89,7 @@ def value_names(
     names.after |= {eqn.outvars[0]: source for eqn, source in _handed_on(eqns)}
     runs = [(at, list(run)) for at, run in itertools.groupby(eqns, user_position)]
     for position, made in runs:
-        for eqn in made:
-            names.titles |= dict.fromkeys(eqn.outvars, _title_of(eqn, names))
+        names.makers |= {var: eqn for eqn in made for var in eqn.outvars}
         sure = variables == "all" or (variables == "alone" and len(made) == 1)
         last = made[-1]
         if position is None or not sure or len(last.outvars) != 1:
@@ -129,13 +140,6 @@ def _handed_on(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[JaxprEqn, Var]]:
         if eqn.primitive.name in _SAME_VALUE and len(eqn.outvars) == 1:
             if isinstance(eqn.invars[0], Var):
                 yield eqn, eqn.invars[0]
-
-
-def _title_of(eqn: JaxprEqn, names: ValueNames) -> str:
-    """An equation's title; marks, copies and casts have the title of their operand."""
-    if eqn.primitive.name not in _SAME_VALUE or not isinstance(eqn.invars[0], Var):
-        return title(eqn)
-    return names.titles.get(eqn.invars[0], title(eqn))
 
 
 def described(eqn: JaxprEqn) -> str:
