@@ -159,7 +159,7 @@ def test_kernels_have_the_sizes_of_one_device() -> None:
         return jhost.shard(x @ w, P("dp", "tp"))
 
     unit = only_unit(lowered(f, (6, 4), (4, 10), dp=3, tp=2))
-    (kernel,) = kernels(unit, {"dp": 3, "tp": 2}, {})
+    (kernel,) = kernels(unit, {"dp": 3, "tp": 2}, {Rank("dp"): 0, Rank("tp"): 0})
     assert kernel.matmul == (1, 2, 5, 4)
 
 
