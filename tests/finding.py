@@ -41,7 +41,7 @@ def _always(_: FindStreams, __: Program, chosen: Program, ___: Any) -> Program:
 
 
 def _every_stream(
-    bounds: stream_bounds.StreamBounds, program: Program, carried: object
+    bounds: stream_bounds.StreamBounds, program: Program, carried: object, spares: bool
 ) -> list[FoundStream]:
     mesh: dict[str, Any] = dict(program.mesh.shape)
-    return found_streams(program, lambda stmt: bounds.seconds(stmt, mesh))
+    return found_streams(program, lambda s: bounds.seconds(s, mesh), spares)

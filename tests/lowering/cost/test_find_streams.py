@@ -298,6 +298,27 @@ def test_no_found_program_is_predicted_slower_than_the_one_without(data: Any) ->
     assert plain <= written / 0.995
 
 
+def test_rows_move_in_chunks_where_fewer_bytes_of_a_weight_would_move() -> None:
+    """As of nvFuser's gathered product, whose weight has fewer bytes than its rows."""
+
+    def product(mark: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+        def f(x: jax.Array, w: jax.Array) -> jax.Array:
+            y = mark(jhost.shard(x, P("tp", None)) @ jhost.shard(w, P(None, "tp")))
+            return jhost.shard(y, P(None, "tp"))
+
+        return f
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in [(32768, 32768), (32768, 8192)]
+    ]
+    found, asked = (
+        predict(lowered(product(mark), shapes), h200()).total
+        for mark in (unmarked, marked)
+    )
+    assert found <= 1.02 * asked
+
+
 # --- Layers that are written out --------------------------------------------------- #
 
 
