@@ -198,18 +198,8 @@ class _Walk:
                 continue
             later = any(each.works for each in self.blocks.all[number + 1 : reader])
             may_wait = self.around_bodies and transfer.sums and later
-            full = may_wait and self.is_full(number, transfer)
-            if not full or self.is_sent_on(transfer):
+            if not (may_wait and self.is_full(number, transfer)):
                 yield transfer
-
-    def is_sent_on(self, transfer: ScheduledTransfer) -> bool:
-        """Whether another transfer, which may be issued early, is made of this one."""
-        number = self.blocks.maker[transfer.interval.stmt.out.name]
-        for each in self.to_come:
-            behind, along = self.blocks.before(each.interval.stmt)
-            if number in behind | self.blocks.waited_for((*behind, *along)):
-                return True
-        return False
 
     def issue(self, transfers: Sequence[ScheduledTransfer]) -> None:
         """Issue transfers, gathers before sums."""

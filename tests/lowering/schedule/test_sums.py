@@ -90,25 +90,6 @@ def test_in_a_program_with_a_scan_a_sum_comes_where_there_is_room(
     assert sum(each.rule.contracts for unit in units for each in unit.eqns) == before
 
 
-@pytest.mark.parametrize("works", [1, 2])
-@pytest.mark.parametrize("spec", [P("dp"), P()])
-def test_a_sum_without_room_that_is_sent_on_does_not_wait(works: int, spec: P) -> None:
-    """What is made of it may be gathered as early as before the next work."""
-
-    def f(x: jax.Array, w: jax.Array, ws: jax.Array) -> Any:
-        x, _ = lax.scan(lambda x, w: (x @ w, None), x, ws)
-        large = x @ w
-        total = jhost.shard(x.T @ large, spec)
-        y = large @ w.T
-        for _ in range(works):
-            y = y @ ws[0]
-        doubled = jhost.shard(total * 2, P("dp"))
-        return total, y @ jhost.shard(doubled, P())
-
-    args = array(8, 4), array(4, 64), array(2, 4, 4)
-    exact(f, *args, **on({"dp": 2}, (P("dp"), P(), P()), (spec, P("dp"))))
-
-
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_each_round_swaps_with_one_other_device(devices: int) -> None:
     swaps = ["CollectivePermute"] * 4 * (devices.bit_length() - 1)
