@@ -17,13 +17,7 @@ import jhost
 from jhost.lowering.ir.bodies import most_under_way
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import (
-    Communicate,
-    Compute,
-    PipelineKind,
-    Scan,
-    Wait,
-)
+from jhost.lowering.ir.statements import Compute, PipelineKind, Scan, Wait
 from tests import sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
@@ -69,25 +63,6 @@ def test_sums_set_out_before_the_next_work(golden: Callable[..., None]) -> None:
         return gradients(jhost.shard(x, P("dp")), w, v)[1:]
 
     golden(str(lowered(step, (4, 2), (2, 2), (2, 2), dp=2)))
-
-
-@pytest.mark.parametrize(("scans", "before"), [(False, 2), (True, 3)])
-def test_in_a_program_with_a_scan_a_sum_comes_where_there_is_room(
-    scans: bool, before: int
-) -> None:
-    """Not before the product that frees the values before a loss, but the next one."""
-
-    def loss_of(x: jax.Array, w: jax.Array, ws: jax.Array) -> Any:
-        x = jhost.shard(x, P("dp"))
-        if scans:
-            x, _ = lax.scan(lambda x, w: (x @ w, None), x, ws)
-        large = jnp.tanh(x @ w)
-        return jhost.shard(x.T @ large, P()), (large @ w.T) @ ws[0]
-
-    body = lowered(loss_of, (8, 4), (4, 64), (3, 4, 4), dp=2).body
-    sent = next(n for n, stmt in enumerate(body) if isinstance(stmt, Communicate))
-    units = [stmt.unit for stmt in body[:sent] if isinstance(stmt, Compute)]
-    assert sum(each.rule.contracts for unit in units for each in unit.eqns) == before
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
