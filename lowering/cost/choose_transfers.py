@@ -87,7 +87,9 @@ class ChooseTransfers(EachProgram):
     pipeline: PipelineKind | Literal["auto"] = "auto"
     between: frozenset[str] = frozenset()
     """The axes along which GPUs of several processes lie."""
-    units: Sequence[FollowingPass] = (Segment(), ScheduleLoops())
+    units: Sequence[FollowingPass] = dataclasses.field(
+        default_factory=lambda: (Segment(), ScheduleLoops())
+    )
     """The passes that end a program's loops, and that it is timed behind."""
     moves_work: bool = True
     """Whether work may move beside transfers as well."""
