@@ -169,8 +169,8 @@ def pytest_configure_node(node: Any) -> None:
 
 # The stages whose code asks nothing of JAX that its versions answer differently, and
 # what we measure with.  What does ask is tried with either: rules, the frontend,
-# emission, interpretation, and whole programs.  These are tried with the oldest JAX,
-# whose XLA compiles them in half the time: that of 0.12 starts MLIR for each kernel.
+# emission, interpretation, and whole programs.  These are tried once, with the
+# oldest JAX: the newest has all that needs flax or compiles for GPUs.
 OLDEST = (
     "lowering/cost/",
     "lowering/ir/",
