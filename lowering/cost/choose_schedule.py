@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from jhost._text import seconds_text
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import by_permutes, kinds_of
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
@@ -21,7 +20,7 @@ from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.simulate import working
 from jhost.lowering.ir.bodies import is_pipelined, statements, with_each_body
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftToXla, Note, Prediction
+from jhost.lowering.ir.remarks import LeftToXla, Prediction
 from jhost.lowering.ir.statements import Communicate
 
 _GAIN = 0.995
@@ -52,7 +51,7 @@ class ChooseSchedule:
     def apply(self, program: Program) -> Program:
         ordered = through((*self.order, self.leave), program)
         # Loops over chunks have gained over no loop already, or were asked for.
-        fixed = is_pipelined(program)
+        fixed = is_pipelined(program) or has_own_kernels(program)
         moves = any(isinstance(stmt, Communicate) for stmt in statements(program))
         if fixed or not moves or left_to_xla(ordered):
             return ordered
@@ -73,39 +72,24 @@ class ChooseSchedule:
         return min(least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:
-        """`ordered`, or `program` with a remark if it takes less time as written."""
+        """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
         if ordered.body is program.body and not self.transfers.may_begin_early:
             return ordered  # where nothing overlaps, this is all that there is
         best = ordered
         seconds = in_order = self.transfers.seconds(ordered)
         for early, written in self.written(program):
             if written < _GAIN * seconds:
-                remark = _said(program, early, (written, in_order))
-                remarks = (*program.remarks, remark)
+                predicted = written, in_order
+                left = LeftToXla(axes=(), early=early, predicted=predicted)
+                remarks = (*program.remarks, left)
                 best = dataclasses.replace(program, remarks=remarks)
                 seconds = written
         return best
 
     def written(self, program: Program) -> Iterator[tuple[bool, float]]:
         """The seconds as XLA runs it, without and with options to begin early."""
-        may_begin_early = self.transfers.may_begin_early and not has_own_kernels(
-            program
-        )
-        for early in (False, True) if may_begin_early else (False,):
+        for early in (False, True) if self.transfers.may_begin_early else (False,):
             yield early, self.transfers.seconds(program, early=early)
-
-
-def _said(
-    program: Program, early: bool, predicted: tuple[float, float]
-) -> LeftToXla | Note:
-    """That a program stays as written; XLA partitions no kernels of jhost's own."""
-    if not has_own_kernels(program):
-        return LeftToXla(axes=(), early=early, predicted=predicted)
-    written, in_order = map(seconds_text, predicted)
-    return Note(
-        form=f"transfers stay where they are: predicted to take {written}; "
-        f"in order {in_order}"
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

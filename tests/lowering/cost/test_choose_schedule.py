@@ -99,35 +99,6 @@ def test_what_xla_hides_with_its_options_is_left_to_it_with_these() -> None:
     assert loops_of(program) == {"left_to_xla": True}
 
 
-def delayed_stages(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
-    """What a stage gives goes on to the next while both work on something else."""
-
-    def tick(carry: Any, _: Any) -> Any:
-        x, given = carry
-        return (jnp.roll(given, 1, axis=0), x + (jax.nn.silu(x @ w) * (x @ w)) @ v), ()
-
-    return jax.lax.scan(tick, (jhost.shard(x, P("dp")), x), length=8)[0]
-
-
-def test_an_order_of_own_kernels_that_loses_is_not_taken() -> None:
-    """XLA partitions no roll, so the program is jhost's, with transfers as written."""
-    x = jax.ShapeDtypeStruct((2, 512, 4096), jnp.bfloat16)
-    w, v = (jax.ShapeDtypeStruct((2, 4096, 4096), jnp.bfloat16) for _ in range(2))
-
-    def lowered(pipeline: Any) -> Program:
-        settings = StreamDefaults(pipeline=pipeline)
-        sequence = passes(settings=settings, streams=4, rates=H200).all
-        return run_passes(built(delayed_stages, x, w, v, dp=2), sequence)
-
-    auto, ordered = lowered("auto"), lowered("p2p")
-    assert H200 is not None
-    assert predict(auto, H200).total < predict(ordered, H200).total
-    assert not is_pipelined(auto)
-    assert left_to_xla(auto) is None
-    assert any("transfers stay where they are" in str(r) for r in auto.remarks)
-    assert str(auto) == str(lowered("off"))
-
-
 def test_on_cpus_no_options_are_weighed() -> None:
     assert left_to_xla(lowered(rates_of("cpu"), dp=3)) is None
 
