@@ -13,11 +13,12 @@ processes have to write the same program.
   where it would add to the most that the program holds.
 - A permute or an all-to-all brings bytes as a gather does, and has such an interval.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
-  next work, and waited for when the window has no room for the next terms.  Behind the
-  last work little hides it.  The window is smaller there, and has to have room for any
-  large value that is made.  Permutes end soon, and hold what they bring beside the
-  terms.  So they are also waited for where they would add to the most that the program
-  holds.
+  next work.  With a scan around, permutes that would add to the most that the program
+  holds come before the work after that.  A sum is waited for when the window has no
+  room for the next terms.  Behind the last work little hides it.  The window is smaller
+  there, and has to have room for any large value that is made.  Permutes end soon, and
+  hold what they bring beside the terms.  So they are also waited for where they would
+  add to the most that the program holds.
 - A transfer is waited for before the first work that reads it.  Cheap readers wait with
   it.  Earlier collectives over the same devices are waited for at the same place: they
   run in order, so they have ended by then.
@@ -50,7 +51,7 @@ from jhost.lowering.schedule.blocks import (
     communication_of,
     has_moved,
 )
-from jhost.lowering.schedule.held import held
+from jhost.lowering.schedule.held import held, holds_bodies
 from jhost.lowering.schedule.intervals import (
     GATHERING,
     SUMS,
@@ -133,6 +134,7 @@ class _Walk:
         self.there = held(program) if copied else []
         """The bytes that the program holds at each block as it is."""
         self.most = max(self.there, default=0)
+        self.around_bodies = holds_bodies(self.blocks)
         self.sums: list[list[ScheduledTransfer]] = []
         """Sums under way: those issued at one time are one list."""
         self.again: list[ScheduledTransfer] = []
@@ -161,7 +163,7 @@ class _Walk:
             self.require(block.reads)
         waited = self.make_room(number)
         if block.works:
-            self.issue([t for t in self.to_come if t.interval.issue == number])
+            self.issue([*self.due(number)])
         # While transfers are under way, work stands on a stream too.  Tokens then tell
         # XLA before which work to issue one, and behind which to wait for it.
         beside = waited or bool(self.under_way())
@@ -181,6 +183,33 @@ class _Walk:
         return set(self.transfers).union(*made)
 
     # --- Issue ---------------------------------------------------------------- #
+
+    def due(self, number: int) -> Iterator[ScheduledTransfer]:
+        """The transfers to issue before a work.
+
+        With a scan around, a sum that would add to the most that is held waits for the
+        next work, if its reader leaves it one.  XLA would put the work first anyway, as
+        that frees more.  Then the next gathers wait in the queue behind the sum: the
+        step of 8B over four devices stood still for 2.2 of 82 ms.
+        """
+        for transfer in self.to_come:
+            first, reader = transfer.interval.issue, transfer.interval.reader
+            if first > number:
+                continue
+            later = any(each.works for each in self.blocks.all[number + 1 : reader])
+            may_wait = self.around_bodies and transfer.sums and later
+            full = may_wait and self.is_full(number, transfer)
+            if not full or self.is_sent_on(transfer):
+                yield transfer
+
+    def is_sent_on(self, transfer: ScheduledTransfer) -> bool:
+        """Whether another transfer, which may be issued early, is made of this one."""
+        number = self.blocks.maker[transfer.interval.stmt.out.name]
+        for each in self.to_come:
+            behind, along = self.blocks.before(each.interval.stmt)
+            if number in behind | self.blocks.waited_for((*behind, *along)):
+                return True
+        return False
 
     def issue(self, transfers: Sequence[ScheduledTransfer]) -> None:
         """Issue transfers, gathers before sums."""
@@ -249,9 +278,12 @@ class _Walk:
 
     def adds_to_most(self, number: int) -> bool:
         """Whether permutes under way add to the most that the program holds."""
+        return self.is_full(number, *itertools.chain(*self.sums), *self.again)
+
+    def is_full(self, number: int, *under_way: ScheduledTransfer) -> bool:
+        """Whether permutes add to the most that the program holds at a block."""
         if not self.there:
             return False
-        under_way = [*itertools.chain(*self.sums), *self.again]
         return self.there[number] + sum(t.added for t in under_way) > self.most
 
     @property

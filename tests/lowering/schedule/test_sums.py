@@ -17,7 +17,13 @@ import jhost
 from jhost.lowering.ir.bodies import most_under_way
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Compute, PipelineKind, Scan, Wait
+from jhost.lowering.ir.statements import (
+    Communicate,
+    Compute,
+    PipelineKind,
+    Scan,
+    Wait,
+)
 from tests import sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
@@ -63,6 +69,44 @@ def test_sums_set_out_before_the_next_work(golden: Callable[..., None]) -> None:
         return gradients(jhost.shard(x, P("dp")), w, v)[1:]
 
     golden(str(lowered(step, (4, 2), (2, 2), (2, 2), dp=2)))
+
+
+@pytest.mark.parametrize(("scans", "before"), [(False, 2), (True, 3)])
+def test_in_a_program_with_a_scan_a_sum_comes_where_there_is_room(
+    scans: bool, before: int
+) -> None:
+    """Not before the product that frees the values before a loss, but the next one."""
+
+    def loss_of(x: jax.Array, w: jax.Array, ws: jax.Array) -> Any:
+        x = jhost.shard(x, P("dp"))
+        if scans:
+            x, _ = lax.scan(lambda x, w: (x @ w, None), x, ws)
+        large = jnp.tanh(x @ w)
+        return jhost.shard(x.T @ large, P()), (large @ w.T) @ ws[0]
+
+    body = lowered(loss_of, (8, 4), (4, 64), (3, 4, 4), dp=2).body
+    sent = next(n for n, stmt in enumerate(body) if isinstance(stmt, Communicate))
+    units = [stmt.unit for stmt in body[:sent] if isinstance(stmt, Compute)]
+    assert sum(each.rule.contracts for unit in units for each in unit.eqns) == before
+
+
+@pytest.mark.parametrize("works", [1, 2])
+@pytest.mark.parametrize("spec", [P("dp"), P()])
+def test_a_sum_without_room_that_is_sent_on_does_not_wait(works: int, spec: P) -> None:
+    """What is made of it may be gathered as early as before the next work."""
+
+    def f(x: jax.Array, w: jax.Array, ws: jax.Array) -> Any:
+        x, _ = lax.scan(lambda x, w: (x @ w, None), x, ws)
+        large = x @ w
+        total = jhost.shard(x.T @ large, spec)
+        y = large @ w.T
+        for _ in range(works):
+            y = y @ ws[0]
+        doubled = jhost.shard(total * 2, P("dp"))
+        return total, y @ jhost.shard(doubled, P())
+
+    args = array(8, 4), array(4, 64), array(2, 4, 4)
+    exact(f, *args, **on({"dp": 2}, (P("dp"), P(), P()), (spec, P("dp"))))
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
