@@ -104,6 +104,23 @@ def test_functions_inside_are_left_to_xla_with_it() -> None:
     chex.assert_trees_all_equal(f(X, UP, DOWN), model(X, UP, DOWN))
 
 
+@pytest.mark.parametrize("along_tp", [False, True])
+def test_collectives_begin_early_if_all_are_over_the_same_devices(
+    along_tp: bool,
+) -> None:
+    """Others may wait for each other forever: XLA orders only those of one group."""
+
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.clip(x @ w, -2, 2) @ jnp.sin(v)
+
+    first = P("tp") if along_tp else P()
+    specs = P("dp"), first, P("dp")
+    off = jhost.jit(f, mesh=MESH, in_shardings=specs, pipeline="off")
+    lowered = off.lower(X, array(8, 16), array(16, 64))
+    assert is_left(lowered)
+    assert ("collectives early" in str(lowered.explain())) == (not along_tp)
+
+
 def loss(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return jnp.sum(mlp(x, up, down) ** 2)
 
