@@ -126,8 +126,9 @@ class ChooseCycles(EachProgram):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
         why = "each iteration waits for the one before"
-        if own := own_stacks(scan, found):
-            kept, why = found.exposed(), own
+        if own_stacks(scan, found):
+            kept = found.exposed()
+            why = "stacks in the host's memory are the scan's own to write"
         return _noted(_noted(best, note), _said_kept(scan, kept, why))
 
     def cycles(
