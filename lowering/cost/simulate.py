@@ -90,7 +90,9 @@ def working(program: Program, rates: Rates) -> float:
 
     The program takes no less, wherever its own transfers are.
     """
-    return sum(task.seconds for task in _alone(program, rates) if not task.transfer)
+    return sum(
+        task.seconds for task in _tasks_by_itself(program, rates) if not task.transfer
+    )
 
 
 @derived_with
@@ -109,14 +111,14 @@ def _tasks(
     )
 
 
-def _alone(program: Program, rates: Rates) -> Sequence[Task]:
+def _tasks_by_itself(program: Program, rates: Rates) -> Sequence[Task]:
     """The tasks of a program by itself."""
     return _tasks(program, rates, frozenset(), {}, early=False)
 
 
 def seconds_in_bodies(program: Program, rates: Rates) -> float:
     """How long the bodies of a program's control flow take, of all its time."""
-    tasks = _alone(program, rates)
+    tasks = _tasks_by_itself(program, rates)
     return sum(task.seconds for task in tasks if task.inside is not None)
 
 
