@@ -187,6 +187,8 @@ class _Writer:
         state = _Carried(scan.carry, (), {}, stacks)
         if cycle.early:
             state = dataclasses.replace(state, came=self.gathered(scan.carry, count))
+        # The first iteration has none before it to work for.  If the body multiplied by
+        # placeholders instead, one NaN among its operands would reach all gradients.
         if cycle.late:
             state = self.iteration(state, count, is_first=True)
             count = self.make.next(count)
@@ -211,6 +213,8 @@ class _Writer:
     ) -> _Carried:
         """An iteration, with what it does for those before and behind it."""
         late = () if is_first else self.cycle.late
+        # Sums of the iteration before stand first, so all work of this one is beside
+        # them.
         sums = [each for each in late if each.before is None]
         state = self.made_late(sums, state, count)
         gathers = bool(self.cycle.early) and not is_last
@@ -300,6 +304,8 @@ class _Writer:
             work = [each for each in late if each.before is stmt]
             state = self.made_late(work, state, count, beside=True)
             self.body.append(copy)
+        # XLA reads a slice in place only in the fusion of its reader, so a slice moves
+        # there.
         self.body[begin:] = before_readers(self.body[begin:core], self.body[core:])
         made = known | made
         stacks = dict(state.stacks)
