@@ -52,7 +52,7 @@ def predict(
     return _predicted(program, rates, in_pieces, carried or {}, followed, early)
 
 
-# What is derived may hold for programs with other remarks, so it asks for none.
+# A derived value may serve programs with other remarks, so it reads none.
 @derived_with
 def _predicted(
     program: Program,
@@ -234,7 +234,7 @@ class _Clock:
         """The unordered transfers that are not issued yet, as they are needed."""
         read = _read_by_loops(tasks)
         self.for_loops = [number for number in self.unordered if number in read]
-        """Those of them that loops or branches wait for."""
+        """The ones that loops or branches wait for."""
         self.under_way = 0.0
         """When the last of those that are issued ends."""
         self.ends: dict[int, float] = {}

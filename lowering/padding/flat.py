@@ -24,7 +24,7 @@ from jhost.lowering.rules.dim_rule import Dims, FactorDim
 class CrossingValue(NamedTuple):
     """A value on one side of a border, by its name there.
 
-    `number` is that of the operands by which it crosses, and `dims` follow them.
+    It crosses by the operands of that `number`, and `dims` follow them.
     """
 
     buffer: Buffer

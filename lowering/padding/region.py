@@ -50,9 +50,9 @@ class PadRequest:
 class PaddedRegion:
     """How many times as large each key becomes.
 
-    `operands` has those of all statements and crossings, and `body` says which are
-    whose.  `requests` has the first request of all that belongs together, with the size
-    of its dim afterwards.
+    `operands` has the operands of all statements and crossings, and `body` says which
+    are whose.  `requests` has the first request of all that belongs together, with the
+    size of its dim afterwards.
     """
 
     operands: tuple[Operands | None, ...]

@@ -135,7 +135,7 @@ class _Padder:
         self.cut_results(writes)
 
     def cut_results(self, made: Sequence[Buffer]) -> None:
-        """The user's sizes of those of the values `made` that leave in these."""
+        """Cut the values `made` that leave in the user's sizes."""
         for buffer in made:
             kept = self.kept[buffer.name]
             if kept.name != buffer.name:
