@@ -37,7 +37,8 @@ from jhost.lowering.schedule.movable_transfers import (
     own_stacks,
 )
 from jhost.lowering.schedule.once import Once, once_of, with_once
-from jhost.lowering.schedule.with_cycle import WrittenCycle, with_cycle
+from jhost.lowering.schedule.with_cycle import with_cycle
+from jhost.lowering.schedule.written_cycle import WrittenCycle
 
 _GAIN = 0.998
 """A cycle's time must be below this share of the time without it."""
