@@ -39,7 +39,7 @@ def file_in(folder: Path, key: Any) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """Puts a file in its place, instead of what was there.
+    """Puts a file in its place, and replaces an older one.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Calibrations: what was measured of a host's devices, kept in the user's cache folder.
+"""Calibrations: measurements of a host's devices, kept in the user's cache folder.
 
 A calibration holds for devices of a kind, as many as a process has, joined alike, under
 the same versions of JAX and NCCL.  In a job of several processes all use process 0's,

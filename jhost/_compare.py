@@ -76,8 +76,8 @@ def _beside(value: Any, other: Any) -> Any:
 def tolerances_of(jaxpr: Any) -> list[float]:
     """The tolerance of each result: that of the narrowest type which goes into it.
 
-    Sums of bfloat16's are as exact as those in whatever type the result is, and so is
-    what is compared with them.
+    A sum of bfloat16's is as exact as its result's type.  So is the result that it is
+    compared with.
     """
     known: dict[Any, float] = {}
 
@@ -101,7 +101,7 @@ def tolerances_of(jaxpr: Any) -> list[float]:
 
 
 def _in(jaxpr: Any) -> list[float]:
-    """The tolerances of all results in a body, and of those of bodies in it."""
+    """The tolerances of all results in a body and in its own bodies."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     own = [tolerance(var.aval.dtype) for eqn in inner.eqns for var in eqn.outvars]
     bodies = [b for eqn in inner.eqns for b in jaxprs_in_params(eqn.params)]

@@ -1,4 +1,4 @@
-"""What dtypes hold: range and precision, of which their size in memory tells little.
+"""What dtypes hold: range and precision, which their size in memory tells little about.
 
 An int4 takes a byte, as an int8 does, and floats of 4, 6 and 8 bits take one as well.
 """
@@ -13,7 +13,7 @@ from jax import dtypes
 
 
 def bits(dtype: Any) -> int:
-    """The bits of a number; of a complex one, those of each of its parts."""
+    """The bits of a number; of a complex one, the bits of each part."""
     if dtype == np.bool_:
         return 1
     is_integer = jnp.issubdtype(dtype, jnp.integer)

@@ -97,7 +97,7 @@ def passes(
     between: Collection[str] = (),
     tuned: Tunings | None = None,
 ) -> Passes:
-    """All passes; `rates` are those of the devices, if they are known.
+    """All passes; `rates` are the devices' rates, if they are known.
 
     `between` has the axes along which GPUs of several processes lie.  `tuned` has the
     choices that were measured fastest for the marks of some programs.

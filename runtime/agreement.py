@@ -88,6 +88,7 @@ def compare_programs(
     if jax.process_index() in processes:
         lines = describe()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        # One thread at a time, or two threads would take one number for two meetings.
         with _lock:
             _meet(client, processes, _Announced(digest, name), lines, _timeout)
 
@@ -125,6 +126,7 @@ class _Meeting:
         told = f"{program.digest} {program.name}"
         self.client.key_value_set(mine, told, allow_overwrite=True)
         late = self._wait("programs")
+        # If some are late, those that are here may differ already, which says more.
         found = self._programs()
         if len({other.digest for other in found.values()}) > 1:
             raise _mismatch(found, {} if late else self._exchange(lines)) from late

@@ -153,7 +153,7 @@ def _normed(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
     )
 
 
-_STEPS: Mapping[str, Layer] = {
+STEPS: Mapping[str, Layer] = {
     "up": lambda x, w: _small(_product(x, w["up"])),
     "down": lambda x, w: x + _small(_product(x, w["down"])),
     "both": lambda x, w: _small(_product(_small(_product(x, w["up"])), w["down"])),
@@ -181,7 +181,7 @@ _STEPS: Mapping[str, Layer] = {
     "weights": lambda x, w: x + jnp.sum(w["up"], dtype=w["up"].dtype).astype(x.dtype),
 }
 
-_WITH_GRADIENT = tuple(name for name in _STEPS if name != "while")
+_WITH_GRADIENT = tuple(name for name in STEPS if name != "while")
 _WITH_TANGENT = tuple(name for name in _WITH_GRADIENT if name != "vjp")
 
 _POLICIES = jax.checkpoint_policies
@@ -223,7 +223,7 @@ def _wide_of(dtype: Any) -> Any:
     return np.float32 if jnp.issubdtype(dtype, jnp.floating) else np.int32
 
 
-def _moved_on(value: jax.Array, x: jax.Array) -> jax.Array:
+def moved_on(value: jax.Array, x: jax.Array) -> jax.Array:
     """The next value of one that is carried, by what is computed meanwhile."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.split(value, 1)[0]
@@ -286,8 +286,8 @@ class ScanCase:
             w = {**w, **more, "count": count}
             given = x
             for name in self.steps:
-                x = _STEPS[name](x, w)
-            extra = _moved_on(extra, x)
+                x = STEPS[name](x, w)
+            extra = moved_on(extra, x)
             kept = {
                 "sum": jnp.sum(x, 1, dtype=x.dtype),
                 "rows": x,
@@ -498,7 +498,7 @@ def scans(draw: st.DrawFn, taken: Sequence[str] = tuple(_TAKEN)) -> ScanCase:
     dtype = one(*floats, *(("int32", "int8", "uint32") if forward else ()))
     length = one(*_LENGTHS)
     pushed = "tangent" in of_case
-    steps = sorted(_STEPS if forward else _WITH_TANGENT if pushed else _WITH_GRADIENT)
+    steps = sorted(STEPS if forward else _WITH_TANGENT if pushed else _WITH_GRADIENT)
     least = draw(
         st.lists(st.sampled_from(["up", "down", "both"]), min_size=1, max_size=1)
     )

@@ -2,7 +2,7 @@
 
 Tangents of attention are linear in those of its operands, and the transpose of that
 makes the operands' cotangents: so JAX keeps operands and results for a backward, and no
-scores.  Second derivatives are those of the function that is written out in JAX.
+scores.  Second derivatives come from the function that is written out in JAX.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ exponentials.  Derivatives have both as operands, for all keys, then tangents or
 cotangents; they make the scores again.
 
 Each works on some of the queries and of the keys, which stand at `positions` in their
-sequences, and gives results as wide as scores are: float32 at least.  Parts of the keys
-are put together by the logarithms, and those of derivatives add up.
+sequences, and gives results as wide as scores are: float32 at least.  The logarithms
+put results of parts of the keys together.  Derivatives of parts add up.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def attention_jvp(
     settings: AttentionSettings,
     positions: Positions | None = None,
 ) -> list[Any]:
-    """The tangents of both results, from those of the operands `argnums`.
+    """The tangents of both results, from the tangents of the operands `argnums`.
 
     Of parts of the keys they add up.
     """

@@ -111,7 +111,7 @@ def square(mesh: Mesh, side: int) -> jax.Array:
 
 
 def row(mesh: Mesh, held: int) -> jax.Array:
-    """An array of which each device holds so many bytes."""
+    """An array with so many bytes on each device."""
     return operand(mesh, (held // 2,), jnp.bfloat16, 1.0)
 
 

@@ -63,7 +63,7 @@ _ONE_BY_ONE = {"xla_gpu_enable_command_buffer": ""}
 """Kernels that the host launches, and no graph of them: so are those of loops."""
 
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Bytes that each device holds of what is communicated."""
+"""Bytes of a communicated array that each device holds."""
 
 _AMONG_ALL: Sequence[CommunicationKind] = (
     "CollectivePermute",

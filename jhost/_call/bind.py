@@ -29,7 +29,7 @@ def call_of(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     leaves = source.leaves(args, kwargs)
     key = source.key(leaves)
     with explaining_failures(source, key, args, kwargs):
-        key = source.settled(key, args, kwargs)
+        key = source.with_mesh(key, args, kwargs)
         traced = source.trace(key, args, kwargs)
         whole = source.left_whole(key, traced)
         call_jaxpr = traced.jaxpr if whole else source.call_jaxpr(key, traced)
@@ -50,7 +50,7 @@ def bind(
 
     `named`: what is around the call names the devices.
     """
-    key = source.settled(key, args, kwargs)
+    key = source.with_mesh(key, args, kwargs)
     traced = source.trace(key, args, kwargs)
     if whole := source.left_whole(key, traced):
         note(whole, source.config(key))

@@ -136,8 +136,8 @@ def jitted(program: Program, config: Config, call_jaxpr: Any) -> Any:
         if under_outer_trace():
             return run(*args)
         # In `jax.disable_jit`, or where `jax.debug_nans` looks for what made a NaN.
-        # What the user wrote says more than the program of a device, and JAX (0.10 to
-        # 0.12) finds no end when it looks for it in a `shard_map`.
+        # The user's own line says more than the program of a device.  And JAX (0.10 to
+        # 0.12) never ends when it looks for that line in a `shard_map`.
         return evaluate(jaxpr(), args)
 
     return jax.jit(traced, compiler_options=options)

@@ -44,7 +44,7 @@ def explain_failure(
     if isinstance(error, errors.JhostError):
         return
     try:
-        mesh, _ = source.settled(key, args, kwargs)
+        mesh, _ = source.with_mesh(key, args, kwargs)
     except errors.JhostError as problem:
         raise problem from error
     except Exception:

@@ -19,7 +19,7 @@ from jhost._call.execute import is_interpreting
 from jhost._call.failures import explain_failure, explaining_failures
 from jhost._call.given_shardings import CallKey
 from jhost._call.jits import Jits
-from jhost._call.residuals import settle_residuals
+from jhost._call.residuals import lay_out_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Source
 from jhost._jax import (
@@ -34,7 +34,7 @@ from jhost.runtime.mesh import manual_axes
 
 # Here and not beside the primitive, because that is below the passes, and these lay
 # residuals out.
-def_split(jhost_p, settle_residuals, derived_params)
+def_split(jhost_p, lay_out_residuals, derived_params)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -273,14 +273,14 @@ class JitFunction(Generic[P, R]):
 
     def _staged(self, key: CallKey, args: Any, kwargs: Any) -> stages.Traced:
         """JAX's stage, with what jhost makes of the function."""
-        settled = self._source.settled(key, args, kwargs)
-        traced = self._source.trace(settled, args, kwargs)
+        known = self._source.with_mesh(key, args, kwargs)
+        traced = self._source.trace(known, args, kwargs)
         config = self._source.identified(
-            self._source.config(settled), traced, args, kwargs
+            self._source.config(known), traced, args, kwargs
         )
         leaves = self._source.leaves(args, kwargs)
-        named = self._source.given.names_devices(settled, leaves)
-        program, call_jaxpr = self._source.program(settled, traced, named)
+        named = self._source.given.names_devices(known, leaves)
+        program, call_jaxpr = self._source.program(known, traced, named)
         as_lowered = functools.partial(
             stages.Lowered,
             program=program,

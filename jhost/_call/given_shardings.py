@@ -93,7 +93,7 @@ class GivenShardings:
     def names_devices(self, key: CallKey, leaves: Sequence[Any]) -> bool:
         """Whether JAX's jit is told of a mesh with explicit axes.
 
-        Its shardings tell it, or those of the arguments, or `jax.set_mesh`.
+        Its shardings tell it, or the arguments' shardings do, or `jax.set_mesh`.
         """
         if key[0] is None or not explicit_axes(key[0]):
             return False

@@ -41,7 +41,7 @@ class Jits:
 
     def to_lower(self, key: CallKey, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use."""
-        mesh, _ = self._source.settled(key, args, kwargs)
+        mesh, _ = self._source.with_mesh(key, args, kwargs)
         # JAX must not find a program in its caches that processes have not compared.
         compared = len(processes_of(mesh)) < 2
         found = (self.compared if compared else self.alone).get(key)
@@ -50,12 +50,12 @@ class Jits:
     def make(self, key: CallKey, args: Any, kwargs: Any, compared: bool = True) -> Any:
         """A jit around the call primitive, by the program of these arguments."""
         source, settings = self._source, self._source.settings
-        settled = source.settled(key, args, kwargs)
-        shardings = source.given.named(settled[0])
-        named = source.given.names_devices(settled, source.leaves(args, kwargs))
-        traced = source.trace(settled, args, kwargs)
-        config = dataclasses.replace(source.config(settled), compared=compared)
-        program, _ = source.program(settled, traced, named)
+        known = source.with_mesh(key, args, kwargs)
+        shardings = source.given.named(known[0])
+        named = source.given.names_devices(known, source.leaves(args, kwargs))
+        traced = source.trace(known, args, kwargs)
+        config = dataclasses.replace(source.config(known), compared=compared)
+        program, _ = source.program(known, traced, named)
 
         # It refers to the source, and the source to no jit.  In a cycle, arrays that
         # the function closes over would wait for the garbage collector.

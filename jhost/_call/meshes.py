@@ -63,7 +63,7 @@ def _several_meshes(
 
 
 def inside_mesh(traced: TracedCall, on_one_device: bool) -> AnyMesh | None:
-    """The mesh that a function names, or that of arrays that it closes over.
+    """The mesh that a function names, or the mesh of the arrays that it closes over.
 
     Those do not count for a call with arguments committed to `on_one_device`: for XLA
     they are constants, which any device has.

@@ -15,7 +15,7 @@ from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import ReplicationReport, StreamReport
 
-# Weak keys: what is known of a jaxpr is dropped with its function.
+# Weak keys: facts about a jaxpr are dropped with its function.
 _unread: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 
 

@@ -81,7 +81,7 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
         return run_passes(program, (*every.choices, *every.layouts))
 
 
-# Weak keys: what is known of a jaxpr is dropped with its function.
+# Weak keys: facts about a jaxpr are dropped with its function.
 _unmarked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 

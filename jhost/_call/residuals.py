@@ -48,7 +48,7 @@ Reached: TypeAlias = Mapping[int, tuple[str, StreamChoice]]
 """The streams that reach values by number, and the marks that would say so of them."""
 
 
-def settle_residuals(split: Split, *, config: Config) -> Split:
+def lay_out_residuals(split: Split, *, config: Config) -> Split:
     """The two programs with few bytes between them, laid out as they are made.
 
     Raises:
@@ -57,26 +57,26 @@ def settle_residuals(split: Split, *, config: Config) -> Split:
     params = derived_params({"config": config}, split.how)
     ahead = program_config(params["config"])
     if not config.unchecked:
-        return _settled(split, ahead)
+        return _laid_out(split, ahead)
     try:
-        settled = _settled(split, ahead)
-        host_program(settled.first, ahead)
+        laid_out = _laid_out(split, ahead)
+        host_program(laid_out.first, ahead)
     except errors.JhostError:
         # Lowering the user's own program raises an error about it.  If it is in order,
         # lowering the first program says more.  With references, `jax.jit` compiles it.
         host_program(split.whole, config)
-    return _settled(split, ahead)
+    return _laid_out(split, ahead)
 
 
-def _settled(split: Split, config: Config) -> Split:
+def _laid_out(split: Split, config: Config) -> Split:
     if not split.residuals:
         return split
     parts = split.second, split.residuals, split.kept, split.by_policy
-    return _settled_by_first(split.first, (*parts, split.names), config)
+    return _laid_out_by_first(split.first, (*parts, split.names), config)
 
 
 @cached_by_jaxpr
-def _settled_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
+def _laid_out_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
     split = Split(first, *rest)
     with with_width(is_wide(first) or is_wide(split.second)):
         lean = with_names(hand_over_least(split))

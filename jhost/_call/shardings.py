@@ -80,7 +80,7 @@ def specs(shardings: Any) -> Any:
 
 
 def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
-    """The spec of each leaf of `tree`, of which `prefix` is a tree prefix.
+    """The spec of each leaf of `tree`, from its tree prefix `prefix`.
 
     Raises:
         OptionError: it is none; `what` it is, is named in it.
@@ -201,7 +201,7 @@ def misplaced(
     specs: Sequence[Spec | None],
     mesh: Mesh,
 ) -> list[str]:
-    """The committed arrays whose shardings are not those of their specs, in words."""
+    """The committed arrays whose shardings differ from their specs, in words."""
     return [
         f"{name} of shape {array.shape}: {spec_text(spec)} is asked for, and the array "
         f"has "

@@ -51,7 +51,7 @@ class Source:
             return fixed, None
         return fixed or context_mesh(), tuple(map(shardings.own, leaves))
 
-    def settled(
+    def with_mesh(
         self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallKey:
         """The key with the mesh that the call runs on.

@@ -39,7 +39,6 @@ from jhost._jax.eqns import (
     constraint as constraint,
     fresh_var as fresh_var,
     new_eqn as new_eqn,
-    new_jaxpr as new_jaxpr,
     primitive_name as primitive_name,
     programs_in as programs_in,
     resized_var as resized_var,
@@ -53,7 +52,6 @@ from jhost._jax.jaxprs import (
     aval_of as aval_of,
     evaluate as evaluate,
     evaluate_by as evaluate_by,
-    function_name as function_name,
     hashes_positions as hashes_positions,
     is_array as is_array,
     is_type as is_type,
@@ -85,7 +83,6 @@ from jhost._jax.manual import (
     without_types as without_types,
 )
 from jhost._jax.primitives import (
-    BatchParams as BatchParams,
     def_impl as def_impl,
     def_split as def_split,
     define_call_primitive as define_call_primitive,
@@ -108,8 +105,6 @@ from jhost._jax.scans import (
 )
 from jhost._jax.split import (
     Derivation as Derivation,
-    Refine as Refine,
-    Rename as Rename,
     Residual as Residual,
     Split as Split,
 )

@@ -47,10 +47,10 @@ def define_primitive(
 ) -> Primitive:
     """A primitive of several results that computes what a JAX function does.
 
-    `types` gives the types of the results from those of the operands.  `fun` may then
-    compute in wider dtypes; without `types` the results are as `fun` returns them.  All
-    operands and results have the same leading dims, and `jax.vmap` adds one.
-    Derivatives are those of `fun`, unless `def_jvp` sets others.
+    `types` gives the results' types from the operands' types.  `fun` may then compute
+    in wider dtypes; without `types` the results are as `fun` returns them.  All
+    operands and results have the same leading dims, and `jax.vmap` adds one.  It is
+    differentiated as `fun`, unless `def_jvp` sets another rule.
     """
     prim = Primitive(name)
     _DEFINED.add(prim)

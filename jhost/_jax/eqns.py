@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax import lax
-from jax._src import core
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -162,16 +161,3 @@ def primitive_name(eqn: JaxprEqn) -> str:
 def like_closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:
     """`new` as a closed jaxpr; on 0.10 it takes the consts of `like` for that."""
     return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, like.consts)
-
-
-def new_jaxpr(
-    invars: Sequence[Var],
-    outvars: Sequence[Atom],
-    eqns: Sequence[JaxprEqn],
-    *,
-    like: ClosedJaxpr,
-) -> ClosedJaxpr:
-    """A program, without consts, of equations of another."""
-    effects = core.join_effects(*(eqn.effects for eqn in eqns))
-    debug_info = like.debug_info.with_unknown_names()
-    return close(Jaxpr((), invars, outvars, eqns, effects, debug_info))

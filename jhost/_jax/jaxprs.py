@@ -84,11 +84,6 @@ def result_paths(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     return jaxpr.debug_info.safe_result_paths(len(jaxpr.outvars))
 
 
-def function_name(jaxpr: ClosedJaxpr) -> str:
-    """The name of the function that a program was traced from."""
-    return jaxpr.debug_info.func_name
-
-
 def aval_of(atom: Atom) -> ShapedArray:
     """The type of an operand or result that is an array; `TypeError` if it is not."""
     aval = atom.aval

@@ -1,8 +1,8 @@
 """The rules that make a primitive a call, for JAX 0.10, which does not register them.
 
 From 0.11 `jax.extend.core.register_call_primitive_rules` registers the same set.  The
-rules here are those of `jax/_src/compute_on.py` (0.10.2), with any parameters passed
-through.  Goes away with the support of 0.10.
+rules here come from `jax/_src/compute_on.py` (0.10.2), and pass any parameters through.
+Goes away with the support of 0.10.
 """
 
 from __future__ import annotations

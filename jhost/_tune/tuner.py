@@ -1,7 +1,7 @@
 """Tunes one program: its candidates are compiled, compared, and timed in turns.
 
 A program is taken before anything is chosen for its marks, and tuned stream by stream:
-what was chosen for one stays while the next is measured.
+the choice for one stays while the next is measured.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _by_expert(counts: jax.Array, rows: int) -> jax.Array:
 def _exchange(
     rows: jax.Array, moved: jax.Array, axis: str, most: int, room: int
 ) -> jax.Array:
-    """Sends the rows to their devices, of which each has room for so many.
+    """Sends the rows to their devices; each device has room for so many.
 
     They are sorted by device, and `moved` of them go `[from, to]` each.  What comes is
     sorted by device, with zeros behind.

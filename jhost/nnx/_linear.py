@@ -96,6 +96,8 @@ class RowParallelLinear(nnx.Linear):
 
 def make_column_parallel(layer: Any, mesh_axis: str, sequence_parallel: bool) -> None:
     """Shards the output features of an `nnx.Linear` or `nnx.LinearGeneral`."""
+    # An `nnx.LinearGeneral` with several output features, such as heads and their size,
+    # has the first of them sharded.
     columns = (mesh_axis, *[None] * (layer.kernel.ndim - 2))
     kernel = annotate(layer, kernel=(None, *columns), bias=columns)
     mark_columns(layer, mesh_axis, sequence_parallel, kernel)
@@ -113,6 +115,7 @@ def mark_columns(
 
 def make_row_parallel(layer: Any, mesh_axis: str, sequence_parallel: bool) -> None:
     """Shards the input features of an `nnx.Linear` or `nnx.LinearGeneral`."""
+    # The bias stays whole: it is added once, to the sum of all terms.
     rows = (mesh_axis, *[None] * (layer.kernel.ndim - 1))
     layer.dot_general = RowParallelDot(
         mesh_axis,

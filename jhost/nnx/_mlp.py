@@ -49,6 +49,8 @@ class ParallelMLP(nnx.Module):
         **options: Any,
     ) -> None:
         options |= {"mesh_axis": mesh_axis, "sequence_parallel": sequence_parallel}
+        # Columns and then rows: the hidden features never move.  In this order, because
+        # `rngs` counts what it draws.
         self.up = ColumnParallelLinear(features, hidden_features, **options)
         self.down = RowParallelLinear(hidden_features, features, **options)
         self.activation = activation
@@ -105,6 +107,8 @@ class ParallelSwiGLU(nnx.Module):
     ) -> None:
         options |= {"mesh_axis": mesh_axis, "sequence_parallel": sequence_parallel}
         options |= {"use_bias": use_bias}
+        # Two weights, not one that is twice as wide: of that one a device would have
+        # columns of `gate` or of `up`, and not the matching ones of both.
         self.gate = ColumnParallelLinear(features, hidden_features, **options)
         self.up = ColumnParallelLinear(features, hidden_features, **options)
         self.down = RowParallelLinear(hidden_features, features, **options)

@@ -43,8 +43,8 @@ class MoE(nnx.Module):
     and back, by `jax.lax.ragged_all_to_all`.  If XLA does not have it, as on CPUs, the
     token goes by `jax.lax.all_to_all` of padded blocks.  If there are D devices, each
     with n experts and t tokens, a device sends `t * top_k` rows.  All tokens may choose
-    the experts of one device, so each device has room for `D * t * min(top_k, n)` rows
-    of the features, and for the same number of rows of the hidden features.
+    the experts of one device.  So each device has room for `D * t * min(top_k, n)` rows
+    of the features, and for as many of the hidden features.
 
     The mesh is the mesh of `jax.set_mesh` when the layer is called or, if there is no
     mesh then, when it is made.  Without a mesh the layer computes the same, and

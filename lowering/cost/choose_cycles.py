@@ -37,7 +37,8 @@ from jhost.lowering.schedule.movable_transfers import (
     own_stacks,
 )
 from jhost.lowering.schedule.once import Once, once_of, with_once
-from jhost.lowering.schedule.with_cycle import WrittenCycle, with_cycle
+from jhost.lowering.schedule.with_cycle import with_cycle
+from jhost.lowering.schedule.written_cycle import WrittenCycle
 
 _GAIN = 0.998
 """A cycle's time must be below this share of the time without it."""
@@ -126,8 +127,9 @@ class ChooseCycles(EachProgram):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
         why = "each iteration waits for the one before"
-        if own := own_stacks(scan, found):
-            kept, why = found.exposed(), own
+        if own_stacks(scan, found):
+            kept = found.exposed()
+            why = "stacks in the host's memory are the scan's own to write"
         return _noted(_noted(best, note), _said_kept(scan, kept, why))
 
     def cycles(

@@ -116,7 +116,7 @@ class FoundStreamsChoice:
         before: dict[Number, StreamChoice],
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """Choose no loop for a stream, and say what was weighed."""
+        """Choose no loop for a stream, and note the times that were compared."""
         self.chosen = before
         predicted = tuple((each.text, each.seconds) for each in outcomes)
         self.left.append(LeftStream(lines=stream.lines, predicted=predicted))

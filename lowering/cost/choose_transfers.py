@@ -94,7 +94,7 @@ class ChooseTransfers(EachProgram):
     moves_work: bool = True
     """Whether work may move beside transfers as well."""
     decided: Decided | None = None
-    """What was decided for other programs with the same transfers; None decides anew.
+    """The decisions for other programs with the same transfers; None decides anew.
 
     Candidates of pipelines share most transfers that stand in no loop.  With marks over
     two axes, three quarters of the programs that were timed weighed them again.

@@ -89,6 +89,7 @@ def taken_from_pieces(program: Program) -> set[str]:
 
     Such a reader is a fusion, or a copy that reorders dims for a contraction.
     """
+    # A result leaves the program as one array, whatever else reads it.
     arrays = {result.name for result in program.results}
     found: set[str] = set()
     for stmt in ir.walk(program.body):
@@ -122,4 +123,5 @@ def _by_rank(alias: ir.Select) -> bool:
 
 
 def copy_of(buffer: ir.Buffer) -> Kernel:
+    # It reads each byte and writes it.
     return Kernel(2 * bytes_of(buffer))

@@ -172,7 +172,8 @@ _H200 = Rates(
     # A step of Llama 8B over four H200s took 2.7 ms more with causal attention in
     # chunks, with 128 branches chosen and the results of blocks of keys put together.
     choice=20e-6,
-    # Copy engines move it, but each host thread waits for those of the other devices.
+    # Copy engines move it, but each host thread waits for the threads of the other
+    # devices.
     permute=Link(
         delay=20e-6,
         gap=12e-6,
@@ -195,7 +196,8 @@ _H200 = Rates(
         beside_compute=False,
         taken=0.8,
     ),
-    # Not measured: 400 Gb/s of InfiniBand for each GPU, of which 80 % is assumed.
+    # Not measured: 400 Gb/s of InfiniBand for each GPU; 80 % of it is assumed to be
+    # reached.
     network=Link(
         latency=40e-6,
         bandwidth=40e9,

@@ -23,7 +23,7 @@ MarksAlike: TypeAlias = tuple[StreamChoice, ...]
 def rows_apart(
     stream: FoundStream, graph: Graph, seconds: Sequence[float]
 ) -> list[FoundStream]:
-    """The parts of a stream for each row of layers, and one for what is in no row.
+    """The parts of a stream for each row of layers, and one for the rest.
 
     `seconds` has the seconds of each node of the graph.  It is the stream itself if it
     runs through no row.

@@ -52,7 +52,7 @@ def predict(
     return _predicted(program, rates, in_pieces, carried or {}, followed, early)
 
 
-# What is derived may hold for programs with other remarks, so it asks for none.
+# A derived value may serve programs with other remarks, so it reads none.
 @derived_with
 def _predicted(
     program: Program,
@@ -90,7 +90,9 @@ def working(program: Program, rates: Rates) -> float:
 
     The program takes no less, wherever its own transfers are.
     """
-    return sum(task.seconds for task in _alone(program, rates) if not task.transfer)
+    return sum(
+        task.seconds for task in _tasks_by_itself(program, rates) if not task.transfer
+    )
 
 
 @derived_with
@@ -109,14 +111,14 @@ def _tasks(
     )
 
 
-def _alone(program: Program, rates: Rates) -> Sequence[Task]:
+def _tasks_by_itself(program: Program, rates: Rates) -> Sequence[Task]:
     """The tasks of a program by itself."""
     return _tasks(program, rates, frozenset(), {}, early=False)
 
 
 def seconds_in_bodies(program: Program, rates: Rates) -> float:
     """How long the bodies of a program's control flow take, of all its time."""
-    tasks = _alone(program, rates)
+    tasks = _tasks_by_itself(program, rates)
     return sum(task.seconds for task in tasks if task.inside is not None)
 
 
@@ -232,7 +234,7 @@ class _Clock:
         """The unordered transfers that are not issued yet, as they are needed."""
         read = _read_by_loops(tasks)
         self.for_loops = [number for number in self.unordered if number in read]
-        """Those of them that loops or branches wait for."""
+        """The ones that loops or branches wait for."""
         self.under_way = 0.0
         """When the last of those that are issued ends."""
         self.ends: dict[int, float] = {}

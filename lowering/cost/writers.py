@@ -38,7 +38,7 @@ class Writers:
             self.by_buffer.setdefault(root, {})[path] = task
 
     def carry(self, results: Mapping[str, str]) -> None:
-        """Each param now holds what was written to its result, piece by piece."""
+        """Each param now holds the pieces that were written to its result."""
         for param, result in results.items():
             path = self.of(result)
             made = self.written(path).items()

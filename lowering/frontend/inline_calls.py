@@ -210,7 +210,7 @@ def _with_own_settings(body: Any, config: Any) -> Any:
     """The body of a jhost function, whose marks keep what that function was given."""
     own = {"chunks": config.chunks, "pipeline": config.pipeline}
 
-    def settled(eqn: JaxprEqn) -> JaxprEqn | None:
+    def with_settings(eqn: JaxprEqn) -> JaxprEqn | None:
         if eqn.primitive.name == "jhost":
             return eqn  # has settings of its own
         if eqn.primitive.name != "stream":
@@ -220,7 +220,7 @@ def _with_own_settings(body: Any, config: Any) -> Any:
         wished = (*sorted(open_ones), *eqn.params.get("wished", ()))
         return eqn.replace(params={**eqn.params, **given, "wished": wished})
 
-    return with_each_eqn(body, settled)
+    return with_each_eqn(body, with_settings)
 
 
 def _comes_apart(eqn: JaxprEqn) -> bool:

@@ -43,8 +43,9 @@ class Markers(Values):
         self.marks: dict[tuple[type[Mark], str], Mark] = {}
         self.remarks: list[Note] = []
         self.problems: list[tuple[str, SpecProblem]] = []
-        # What a body is given is laid out as outside: a weight of which a body wants
-        # more than a device has is gathered in each iteration, not whole before.
+        # What a body is given is laid out as outside: if a body wants more of a weight
+        # than a device has, each iteration gathers it, and nothing gathers it whole
+        # before.
         self.given: set[str] = set()
         self.reads = _ReadCounts(flat)
 

@@ -82,14 +82,14 @@ class _ShiftWriter:
         operand, out = eqn.invars[0], eqn.outvars[0]
         if isinstance(operand, Literal):
             return eqn
-        alone = _alone(eqn, operand)
-        if alone is None:
+        shift = _shift_of(eqn, operand)
+        if shift is None:
             return eqn
-        self.shifted[out] = alone
+        self.shifted[out] = shift
         before = self.shifted.get(operand)
-        if before is None or before.dim != alone.dim:
+        if before is None or before.dim != shift.dim:
             return eqn
-        joined = self.after(before, alone)
+        joined = self.after(before, shift)
         return eqn if joined is None else self.written(joined, eqn)
 
     def after(self, before: _Shifted, then: _Shifted) -> _Shifted | None:
@@ -226,7 +226,7 @@ class _ShiftWriter:
         return made
 
 
-def _alone(eqn: JaxprEqn, source: Var) -> _Shifted | None:
+def _shift_of(eqn: JaxprEqn, source: Var) -> _Shifted | None:
     """A slice or a pad along one dim, step by step."""
     shape = shape_of(source)
     if eqn.primitive.name == "slice":

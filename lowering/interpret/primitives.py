@@ -59,6 +59,7 @@ def _dynamic_slice(x: np.ndarray, *starts: Any, slice_sizes: Sequence[int]) -> A
 
 
 def _dynamic_update_slice(x: np.ndarray, update: np.ndarray, *starts: Any) -> Any:
+    # A copy: interpreted values are shared by all statements that read them.
     out = x.copy()
     out[_window(x, update.shape, starts)] = update
     return out
@@ -136,6 +137,8 @@ def _dot_general(
         for dim in range(value.ndim)
         if dim not in used
     ]
+    # JAX's order of dims in the result: batch, then the left's others, then the
+    # right's.
     return (left @ right.swapaxes(-1, -2)).reshape([*shared, *free])
 
 
@@ -159,6 +162,7 @@ def converts(given: np.dtype, wanted: Any) -> bool:
     """
     if jnp.issubdtype(wanted, jax.dtypes.extended):
         return False
+    # Not `ml_dtypes`' narrow integers, such as int4: for these `isbuiltin` is 2.
     of_integers = given.kind in "biu" and given.isbuiltin == 1
     wanted = np.dtype(wanted)
     if wanted.name in ("float32", "float64"):
@@ -190,6 +194,7 @@ EXACT: dict[str, Run] = {
     "neg": _elementwise(np.negative),
     "not": _elementwise(np.bitwise_not),
     "or": _elementwise(np.bitwise_or),
+    # With `dtype`, or NumPy would add up narrow integers in 64 bits, which do not wrap.
     "reduce_sum": lambda x, *, axes, **_: x.sum(tuple(axes), dtype=x.dtype),
     "sub": _elementwise(np.subtract),
     "xor": _elementwise(np.bitwise_xor),

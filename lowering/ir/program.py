@@ -21,8 +21,8 @@ class Program:
 
     `is_body` says whether it is a body of control flow.
     `marks` are what the user asked for and no pass has taken up yet.
-    `staying` has what is to stay over which mesh axis, as predicted times decided; None
-    lets the bytes decide (`layouts/activations.py`).
+    `staying` says which values are to stay over which mesh axis, as predicted times
+    decided; None lets the bytes decide (`layouts/activations.py`).
     `streamed` has the dims that pipelines will cut, by value, as planned before values
     had layouts (`layouts/hidden_dims.py`).
     `display_names` has what the user calls values, by buffer; texts do not say it.

@@ -1,9 +1,9 @@
 """Which operands are activations, and which are weights.
 
 Where a weight and an activation claim a mesh axis for different factors, one of them
-moves.  If the one or the other stays in the whole program, all of it may move less than
-if each operation moves what is smaller there.  No change of single decisions leads from
-one to the other.
+moves.  Each operation moves the smaller of the two.  The whole program may move less if
+one of them stays everywhere.  No change of single decisions leads from one to the
+other.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def ways(solver: Solver, made: Decisions) -> list[Way]:
 
 
 def asked_way(solver: Solver, made: Decisions, staying: Staying) -> Way:
-    """What is to stay over an axis stays there; `made` if nothing is to."""
+    """A value that is to stay over an axis stays there; `made` if nothing is to."""
     if staying:
         made = improved(solver, solver.fixed_point_keeping(staying))
     return Way(staying, made, solver.preferences.snapshot())

@@ -1,7 +1,7 @@
 """Kinds of operations: two of a kind are assigned alike, and cost the same.
 
-Layers repeat their operations, and an optimizer does the same to many weights.  What is
-found out about one operation holds for each of its kind.
+Layers repeat their operations, and an optimizer does the same to many weights.
+Findings about one operation hold for each of its kind.
 """
 
 from __future__ import annotations

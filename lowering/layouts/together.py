@@ -86,7 +86,7 @@ class _WindowsTogether:
         return element - self.reads[window].start(device * count, count)
 
     def own(self, window: int, needed: set[tuple[int, int, range]]) -> HaloPiece | None:
-        """What devices keep: their parts, of which windows take what they need."""
+        """What devices keep: their parts, and windows take from them."""
         keep = {device for device, sender, _ in needed if device == sender}
         if not keep:
             return None

@@ -39,7 +39,7 @@ class ZigzagLoop(P2PLoop):
         self, spec: LoopSpec, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
-        for buffer in _touched(spec):
+        for buffer in _accessed(spec):
             # A buffer is exchanged once in a program: later loops find it in `ordered`.
             if buffer.name in dims and buffer.name not in ordered:
                 name = spec.names.fresh(f"{buffer.name}_zigzag")
@@ -91,7 +91,7 @@ class ZigzagLoop(P2PLoop):
         yield from waits
 
 
-def _touched(spec: LoopSpec) -> Iterator[ir.Buffer]:
+def _accessed(spec: LoopSpec) -> Iterator[ir.Buffer]:
     """Each buffer that the nodes read or write, once."""
     every = (b for node in spec.nodes for b in (*node.reads, *node.writes))
     yield from {buffer.name: buffer for buffer in every}.values()

@@ -30,6 +30,7 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any]:
         x = blocks_of(x, dim, blocks, nothing)
         inside = scan(x, axis=dim + 1, reverse=reverse)
         last = 0 if reverse else x.shape[dim + 1] - 1
+        # The last partial result of a block is its total, so no second pass adds it up.
         totals = lax.index_in_dim(inside, last, dim + 1, keepdims=False)
         totals = scan(totals, axis=dim, reverse=reverse)
         # The totals of the blocks before each block; nothing before the first.

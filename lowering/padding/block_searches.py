@@ -46,6 +46,8 @@ def best_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
 
     def searched(x: Any) -> Any:
         worst = identity(reducer, x.dtype)
+        # The index of nothing is 0: of elements that are all the worst the first is
+        # found.
         start = worst, np.zeros((), dtype)
         x = blocks_of(x, dim, blocks, worst)
         index = lax.broadcasted_iota(dtype, (blocks * x.shape[dim + 1],), 0)

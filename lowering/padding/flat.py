@@ -24,7 +24,7 @@ from jhost.lowering.rules.dim_rule import Dims, FactorDim
 class CrossingValue(NamedTuple):
     """A value on one side of a border, by its name there.
 
-    `number` is that of the operands by which it crosses, and `dims` follow them.
+    It crosses by the operands of that `number`, and `dims` follow them.
     """
 
     buffer: Buffer
@@ -182,6 +182,7 @@ class _AllOperands:
         return OperandsOfBorder((self.body(condition), self.body(body)), outs)
 
     def cond(self, stmt: Cond, prefix: str, ways: Sequence[str]) -> OperandsOfBorder:
+        # A scalar has nothing to pad, but `enters` has a value for each operand.
         (index,) = self.tied([(prefix, stmt.index)])
         operands = [
             self.tied(
@@ -253,6 +254,8 @@ class _AllOperands:
         stacked_out: int = 0,
     ) -> tuple[CrossingValue, ...]:
         """Operands by which a value has one size on both sides of a border."""
+        # All sides have one factor for each dim, so one of them pads all.  A stack's
+        # leading dim counts the iterations: it is in no factor.
         shape = reads[0][1].shape[stacked_in:]
         dims = tuple(FactorDim(factor) for factor in range(len(shape)))
         read, written = (None,) * stacked_in + dims, (None,) * stacked_out + dims

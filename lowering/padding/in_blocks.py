@@ -59,6 +59,7 @@ def _name(stmt: Stmt) -> str:
 
 
 def _blocked(program: Program, reached: ReachedAxes) -> Program:
+    # `reached` knows the program from before its bodies change.
     way = id(program)
     program = with_each_body(program, functools.partial(_blocked, reached=reached))
     mesh, names = dict(program.mesh.shape), FreshNames.of(program)
@@ -69,6 +70,7 @@ def _blocked(program: Program, reached: ReachedAxes) -> Program:
             body.append(stmt)
             continue
         assert isinstance(stmt, Compute)
+        # Remarks and profiles name the user's line for what is made here, too.
         with user_context(stmt.unit.eqns[0].eqn):
             body += computes_of(_name(stmt), fun, stmt.ins, stmt.outs, names)
     if len(body) == len(program.body):

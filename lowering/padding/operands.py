@@ -25,8 +25,8 @@ class Operands:
     """A statement's values and the factors that tie their dims, in steps on a device.
 
     Attributes:
-        counted: the factors of which a device has to know which part it holds, because
-            positions in the whole depend on its size.
+        counted: the factors whose positions in the whole count, so a device has to know
+            which part it holds.
         fixed: whether it can work on no other sizes.
         inner: the factors that some dim follows inside of another factor's steps.
         windows: the dims of each operand that are read in windows.  They take a dim as

@@ -50,9 +50,9 @@ class PadRequest:
 class PaddedRegion:
     """How many times as large each key becomes.
 
-    `operands` has those of all statements and crossings, and `body` says which are
-    whose.  `requests` has the first request of all that belongs together, with the size
-    of its dim afterwards.
+    `operands` has the operands of all statements and crossings, and `body` says which
+    are whose.  `requests` has the first request of all that belongs together, with the
+    size of its dim afterwards.
     """
 
     operands: tuple[Operands | None, ...]
@@ -98,6 +98,7 @@ class _PaddingSpread:
             for position, buffer in enumerate(op.reads if op else ()):
                 self.readers.setdefault(buffer.name, []).append((number, position))
         self.uneven = [a for a in requests if a.size % a.devices]
+        # A merged dim is longer by at most so many steps of its outer factor.
         self.most = max((request.devices for request in self.uneven), default=1)
         self.seeds = {(request.buffer, request.dim) for request in self.uneven}
         # Union-find: keys that are padded together have one leader.
@@ -105,6 +106,7 @@ class _PaddingSpread:
         self.queue: deque[DimKey] = deque()
 
     def run(self) -> None:
+        # Even requests start no region: a dim that divides stays as the user wrote it.
         for request in self.uneven:
             key = self.key(request.buffer, request.dim)
             if key is not None:
@@ -214,6 +216,7 @@ class _PaddingSpread:
         for request, key in reached.items():
             if key in self.leaders:
                 leader = self.leader(key)
+                # Even requests count here, or padding would make their dims uneven.
                 devices[leader] = math.lcm(devices.get(leader, 1), request.devices)
         # Up to the next multiple that all requests in the group divide.
         grown = {

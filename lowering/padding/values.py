@@ -59,6 +59,7 @@ class _Padder:
             if self.shape(each) == each.buffer.shape
         }
         self.body: list[Stmt] = []
+        # Whatever makes a value keeps it in the size of the region; readers adapt it.
         self.kept = {each.buffer.name: self.crossed(each) for each in flat.params}
         self.versions: dict[_Version, Buffer] = {}
         self.padded: dict[str, list[Buffer]] = {}
@@ -134,7 +135,7 @@ class _Padder:
         self.cut_results(writes)
 
     def cut_results(self, made: Sequence[Buffer]) -> None:
-        """The user's sizes of those of the values `made` that leave in these."""
+        """Cut the values `made` that leave in the user's sizes."""
         for buffer in made:
             kept = self.kept[buffer.name]
             if kept.name != buffer.name:
@@ -209,6 +210,8 @@ class _Padder:
         """A value in the sizes that a statement wants; reduced dims end neutrally."""
         dims = op.operands[position]
         shape = self.region.shape(number, dims, buffer.shape)
+        # Windows count from the start of a dim, so they take it as long as it is,
+        # uncopied.
         if op.windows and op.windows[position]:
             kept = self.kept[buffer.name].shape
             shape = tuple(
@@ -292,6 +295,7 @@ class _Padder:
 
     def mask(self, value: Buffer, dim: int, size: int, fill: Any) -> Buffer:
         def masked(x: jax.Array) -> jax.Array:
+            # A select, not a product: NaN and infinity in the padding times 0 are NaN.
             count = lax.broadcasted_iota(np.int32, x.shape, dim)
             filled = lax.full(x.shape, fill, x.dtype)
             return lax.select(lax.lt(count, np.int32(size)), x, filled)

@@ -33,6 +33,7 @@ _DimOfValue: TypeAlias = tuple[int, str, int]
 
 _MarkAxes: TypeAlias = tuple[str, ...]
 
+# Over 16 devices four elements are padded, and three are not.
 _MOST_TIMES = 4
 """How many times as long padding may make a dim."""
 
@@ -55,11 +56,13 @@ def windowed_requests(program: Program) -> list[PadRequest]:
     if not uneven:  # as in most programs
         return []
     reached = reached_axes(program)
+    # Two statements may have one body: it is built once for each jaxpr.
     paths: dict[int, list[str]] = {}
     for path, each in with_paths(program):
         paths.setdefault(id(each), []).append(path)
     requests: list[PadRequest] = []
     for wish in uneven:
+        # Sorted, because all processes have to write the same program.
         for axes in sorted(reached.get(wish.dim, ())):
             devices = axes_size(axes, mesh)
             # One element has no parts.  Of few elements, many more would be padding.

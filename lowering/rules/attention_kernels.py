@@ -1,7 +1,7 @@
 """What cuDNN's kernels take, and how they work on parts of queries and keys.
 
-A kernel counts queries and keys from the first ones that it gets, so its own masks fit
-a part only where queries and keys of the part begin at one position.
+A kernel counts queries and keys from the first ones that it gets.  So its own masks fit
+a part only if the part's queries and keys begin at one position.
 """
 
 from __future__ import annotations

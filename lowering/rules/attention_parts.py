@@ -5,8 +5,8 @@ exponentials.  Two such results are weighted by these sums (FlashAttention, Dao 
 2022, section 3.1).  A backward gets the logarithms for all keys, so its parts add up.
 
 Positions of queries and of keys are cut into runs, and each pair of runs is a block.  A
-hidden block is not computed.  One that is seen whole needs no mask.  In others keys are
-masked one by one, but on the diagonal the mask is that of the whole.
+hidden block is not computed.  One that is seen whole needs no mask.  Other pieces mask
+keys one by one, and those on the diagonal have the mask of the whole.
 """
 
 from __future__ import annotations

@@ -154,12 +154,12 @@ class AttentionWindow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedReads:
-    """Operands of which each step of a factor reads one element, along one dim.
+    """Operands that are read one element at a step of a factor, along one dim.
 
     The result has these elements in the order of the steps.  So devices exchange
     pieces of all operands at once, and what each of them gets is its part of the
     result: `rebind` never runs on a part of the factor.  `reads` has pairs of an
-    operand's number and what is read of it.  An operand may be read several times.
+    operand's number and the windows of it.  An operand may be read several times.
     """
 
     dim: int

@@ -36,7 +36,8 @@ def joining(
     factors = Factors()
     dims = factors.dims(result, whole=(dim,))
     factor = factors.new(result[dim])
-    # Of what is read several times, the first window is enough: `joined` has them all.
+    # If an element is read several times, the first window is enough: `joined` has them
+    # all.
     first = dict(reversed(reads))
 
     def with_dim(mapped: FactorDim | None) -> list[FactorDim | None]:

@@ -93,7 +93,7 @@ def keeps_terms(eqn: JaxprEqn) -> bool:
 # --- Sums --------------------------------------------------------------------- #
 
 
-def _alone(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
+def _in_operand(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     del eqn
     return (frozenset({0}),)
 
@@ -161,17 +161,17 @@ def _updates(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "add": _together,
     "add_any": _together,
-    "conj": _alone,
+    "conj": _in_operand,
     "conv_general_dilated": _product,
     "convert_element_type": _conversion,
-    "cumsum": _alone,
+    "cumsum": _in_operand,
     "div": _quotient,
     "dot_general": _product,
-    "imag": _alone,
+    "imag": _in_operand,
     "mul": _product,
-    "neg": _alone,
+    "neg": _in_operand,
     "pad": _padding,
-    "real": _alone,
+    "real": _in_operand,
     "scatter-add": _updates,
     "sub": _together,
 }

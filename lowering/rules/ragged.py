@@ -40,7 +40,7 @@ from jhost.lowering.rules.rows import can_be_summed
 _FORMS: dict[Any, Form] = {numbers(form, batch=0): form for form in get_args(Form)}
 """The dimension numbers that `jhost.ragged_dot` has a form for.
 
-They are those of `jax.lax.ragged_dot` and of its derivatives.
+`jax.lax.ragged_dot` and its derivatives have these.
 """
 
 

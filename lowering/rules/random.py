@@ -75,7 +75,7 @@ def _in_front(word: Any, drawn: Dims) -> Any:
 
 
 def _behind(count: Any, shape: Sequence[int]) -> Any:
-    """The counts of what is drawn, repeated for each key of the batch."""
+    """The counts of the drawn numbers, repeated for each key of the batch."""
     batch = range(len(shape) - count.ndim)
     return lax.broadcast(count, [shape[dim] for dim in batch])
 

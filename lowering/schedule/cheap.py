@@ -1,4 +1,4 @@
-"""What is cheap enough to move with a transfer, or to wait.
+"""Which work is cheap enough to move with a transfer, or to wait.
 
 Blocks of statements (`blocks.py`) and groups of nodes (`shards_ahead.py`) ask alike.
 """
@@ -38,7 +38,7 @@ def makers_and_along(
     goes_along: Callable[[int], bool],
     reads: Callable[[int], Iterable[str]],
 ) -> tuple[set[int], list[int]]:
-    """What some values are made of: what comes first, and what is cheap behind it.
+    """What some values are made of: the first work, and the cheap work behind it.
 
     Both are numbers in the order of a program, of whatever `maker` has by value.
     """
@@ -53,7 +53,7 @@ def makers_and_along(
             waiting += reads(number)
         else:
             behind.add(number)
-    # What is cheap and before the last maker is before the transfer in any case.
+    # Cheap work before the last maker stands before the transfer in any case.
     return behind, sorted(n for n in along if n > max(behind, default=-1))
 
 

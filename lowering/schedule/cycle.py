@@ -47,7 +47,7 @@ class Early:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A sum, or products, made an iteration late, with what is made of these.
+    """A sum, or products, made an iteration late, with the values made of them.
 
     Attributes:
         stmts: the sum or the products, and the statements that read their results.

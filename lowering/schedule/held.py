@@ -78,6 +78,7 @@ class _Lives:
 
     def add(self, number: int, block: StatementBlock, cheap: bool) -> None:
         """Note what the next block reads and makes."""
+        # XLA fuses cheap work into what reads it, but not into cuBLAS matmuls.
         if block.contracts:
             for name in sorted(block.reads & self.cheap.keys()):
                 self.write(name, number, block)
@@ -86,6 +87,7 @@ class _Lives:
             self.last[name] = number
         sizes = _sizes(block.stmts)
         for name in block.writes:
+            # Results have memory of their own from the start, which no order can save.
             size = 0 if name in self.results else sizes.get(name, 0)
             if cheap:
                 self.cheap[name], self.made_of[name] = size, behind
@@ -111,6 +113,7 @@ class _Lives:
         """The values in whose place another is written where they are last read."""
         left = set(self.sizes)
         for number, alike in self.places:
+            # Sorted, because all processes have to find the same order.
             ended = (n for n in sorted(alike & left) if self.last[n] == number)
             for name in itertools.islice(ended, 1):
                 left.remove(name)

@@ -9,8 +9,8 @@ Bubble Pipeline Parallelism").
 
 A late product takes the statements along that read it, such as its sum over devices.
 The body carries its operands.  It reads slices of the scan's own operands again.
-Products that are added up before anything leaves the body, such as those of a weight
-that a layer reads twice, are late together, in the same order of addition.
+If a layer reads a weight twice, two products are added up before the sum leaves the
+body.  Such products are late together, and are added in the same order.
 """
 
 from __future__ import annotations

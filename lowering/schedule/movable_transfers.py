@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence, Set
 
-import jax
-import jax.numpy as jnp
-
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs
 from jhost.lowering.ir.effects import reads_writes
@@ -53,13 +50,9 @@ def cycle_of(
     return cycle if cycle.inside else None
 
 
-def own_stacks(scan: ir.Scan, found: MovableTransfers) -> str:
-    """Why a scan has to write its stacks itself, in words, if it has to."""
-    if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
-        return "a stack begins as zeros, and there are none of random keys"
-    if found.stacked & results_off_device(scan.body):
-        return "stacks in the host's memory are the scan's own to write"
-    return ""
+def own_stacks(scan: ir.Scan, found: MovableTransfers) -> bool:
+    """Whether a scan has to write its stacks itself: some are in the host's memory."""
+    return not found.stacked.isdisjoint(results_off_device(scan.body))
 
 
 class MovableTransfers:

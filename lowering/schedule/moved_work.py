@@ -82,7 +82,7 @@ class _BesideTransfer:
 class WorkOrder:
     """The blocks of a program in their new order; all blocks are numbers of the old.
 
-    `place` has the position of each block, and that of the end behind the last one.
+    `place` has the position of each block, and at last the position of the end.
     """
 
     def __init__(self, program: Program, is_open: IsOpen) -> None:

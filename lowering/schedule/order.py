@@ -8,9 +8,9 @@ processes have to write the same program.
 - *Work* takes long enough to hide a transfer: contractions, and for sums loops as well.
   It keeps its order here; `moved_work.py` changes it before.
 - A gather makes more bytes.  It is issued before the first work behind its source, but
-  at most a few works ahead of its reader, and only once a window of bytes has room for
-  it beside gathers that nothing has read yet.  In a program with a scan it comes later
-  where it would add to the most that the program holds.
+  at most a few works ahead of its reader.  Gathers that nothing has read yet share a
+  window of bytes, and it waits until the window has room.  In a program with a scan it
+  comes later where it would add to the most that the program holds.
 - A permute or an all-to-all brings bytes as a gather does, and has such an interval.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
   next work.  With a scan around, permutes that would add to the most that the program

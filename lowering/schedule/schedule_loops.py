@@ -99,7 +99,7 @@ class _BetweenBorders:
         found: list[ir.Stmt] = []
         wanted: set[str] = set()
         for stmt in reversed(self.stmts):
-            reads, writes = self.touched(stmt)
+            reads, writes = self.memories(stmt)
             if isinstance(stmt, ir.Communicate):
                 wanted |= reads
             elif isinstance(stmt, ir.Compute) and wanted & writes:
@@ -161,8 +161,8 @@ class _BetweenBorders:
         # An alias is no access, and `insert` moves it with the statement that uses it.
         if isinstance(before, ir.Select) or isinstance(stmt, ir.Select):
             return False
-        reads, writes = self.touched(stmt)
-        read, wrote = self.touched(before)
+        reads, writes = self.memories(stmt)
+        read, wrote = self.memories(before)
         if wrote & reads or read & writes:
             return True
         pairs = itertools.product(reads_writes(before)[1], reads_writes(stmt)[1])
@@ -176,7 +176,7 @@ class _BetweenBorders:
         same = memory == self.aliases.memory(other).name
         return same and (whole or buffer.name == other.name)
 
-    def touched(self, stmt: ir.Stmt) -> tuple[set[str], set[str]]:
+    def memories(self, stmt: ir.Stmt) -> tuple[set[str], set[str]]:
         """The memories that a statement reads and writes."""
         reads, writes = reads_writes(stmt)
         return {self.aliases.memory(b).name for b in reads}, {

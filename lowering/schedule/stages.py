@@ -64,11 +64,11 @@ def _staggered(loop: ir.For, stages: int) -> Iterator[tuple[int, int]]:
 
 def _stages(loop: ir.For, memory: Mapping[str, Hashable]) -> list[tuple[ir.Stmt, ...]]:
     """The body, cut where iterations can be staggered."""
-    if not _takes_turns(loop):
+    if not _is_round_robin(loop):
         return [loop.body]
     enter, *work, leave, join = loop.body
-    touches = _Touches(loop, memory)
-    cuts = [cut for cut in _cuts(work) if touches.independent(work[:cut], work[cut:])]
+    accesses = _Accesses(loop, memory)
+    cuts = [cut for cut in _cuts(work) if accesses.independent(work[:cut], work[cut:])]
     parts = [work[a:b] for a, b in zip([0, *cuts], [*cuts, len(work)], strict=True)]
     # Each stage switches to its stream by itself, because stages of other iterations
     # come in between.
@@ -76,7 +76,7 @@ def _stages(loop: ir.For, memory: Mapping[str, Hashable]) -> list[tuple[ir.Stmt,
     return [*stages[:-1], (*stages[-1], join)]
 
 
-def _takes_turns(loop: ir.For) -> bool:
+def _is_round_robin(loop: ir.For) -> bool:
     """Whether each iteration is on one stream, and ends with a wait for that stream."""
     match loop.body:
         case (
@@ -129,7 +129,7 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
 # --- What iterations share -------------------------------------------------------- #
 
 
-class _Touches:
+class _Accesses:
     """Which memory from outside of a loop the statements of its body touch."""
 
     def __init__(self, loop: ir.For, memory: Mapping[str, Hashable]) -> None:

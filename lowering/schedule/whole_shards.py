@@ -28,6 +28,7 @@ def in_turns(
     issued together, beside the same contractions.
     """
     made = written_by(nodes)
+    # A stable sort: apart from those transfers, all keep the order of the program.
     order = sorted(
         nodes, key=lambda node: not is_moved(node) or node.reads[0].name in made
     )
@@ -49,6 +50,7 @@ def as_they_arrive(moved: Group, work: Group) -> Iterator[tuple[Group, Group]]:
     releases a product, which the others then stand beside.
     """
     waiting, left = [*moved], [*work]
+    # Whatever needs no transfer stands beside the first, hence the empty list.
     for arrives in ([], *([node] for node in moved)):
         others = [node for node in waiting if node not in arrives]
         if others and (released := _released(left, others)):

@@ -19,71 +19,10 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.blocks import before_readers, contracts
-from jhost.lowering.schedule.copied import copied, with_names
+from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle, Late
 from jhost.lowering.schedule.stacks import Stacks, fresh
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrittenCycle:
-    """A cycle as it was written into a program.
-
-    Attributes:
-        scan: the scan that it stands for.
-        stmts: the statements of the cycle.
-        replaced: the new buffers of the scan's results, by name.
-        said: what messages call the values that are written.
-        asked: the names that were asked for, and those that they got.
-    """
-
-    scan: ir.Scan
-    stmts: Sequence[ir.Stmt]
-    replaced: Mapping[str, ir.Buffer]
-    said: Mapping[str, str]
-    asked: Sequence[tuple[str, str]]
-
-    def fits(self, scan: ir.Scan) -> bool:
-        """Whether the same cycle of another program's scan differs in names alone."""
-        if scan.body is not self.scan.body or _kind(scan) != _kind(self.scan):
-            return False
-        around = [*zip(_around(self.scan), _around(scan), strict=True)]
-        names = {before.name: after.name for before, after in around}
-        return all(
-            names[before.name] == after.name
-            and dataclasses.replace(before, name=after.name) == after
-            for before, after in around
-        )
-
-    def again(self, scan: ir.Scan, names: FreshNames) -> WrittenCycle:
-        """The same for that scan; statements whose names stay are the same objects."""
-        pairs = zip(_around(self.scan), _around(scan), strict=True)
-        renamed = {before.name: after.name for before, after in pairs}
-        for wanted, name in self.asked:
-            renamed[name] = names.fresh(renamed.get(wanted, wanted))
-        renamed = {old: new for old, new in renamed.items() if old != new}
-        return WrittenCycle(
-            scan=scan,
-            stmts=with_names(self.stmts, renamed),
-            replaced={
-                renamed.get(name, name): dataclasses.replace(
-                    buffer, name=renamed.get(buffer.name, buffer.name)
-                )
-                for name, buffer in self.replaced.items()
-            },
-            said={renamed.get(name, name): said for name, said in self.said.items()},
-            asked=(),
-        )
-
-
-def _kind(scan: ir.Scan) -> tuple[int, ...]:
-    """What a scan does with its body and its operands."""
-    given = len(scan.consts), len(scan.carry)
-    return *given, scan.length, scan.reverse, scan.unroll
-
-
-def _around(scan: ir.Scan) -> tuple[ir.Buffer, ...]:
-    """What a scan reads and makes outside of its body."""
-    return (*scan.ins, *scan.outs)
+from jhost.lowering.schedule.written_cycle import WrittenCycle
 
 
 def with_cycle(program: Program, cycle: Cycle, known: list[WrittenCycle]) -> Program:
@@ -187,6 +126,8 @@ class _Writer:
         state = _Carried(scan.carry, (), {}, stacks)
         if cycle.early:
             state = dataclasses.replace(state, came=self.gathered(scan.carry, count))
+        # The first iteration has none before it to work for.  If the body multiplied by
+        # placeholders instead, one NaN among its operands would reach all gradients.
         if cycle.late:
             state = self.iteration(state, count, is_first=True)
             count = self.make.next(count)
@@ -211,6 +152,8 @@ class _Writer:
     ) -> _Carried:
         """An iteration, with what it does for those before and behind it."""
         late = () if is_first else self.cycle.late
+        # Sums of the iteration before stand first, so all work of this one is beside
+        # them.
         sums = [each for each in late if each.before is None]
         state = self.made_late(sums, state, count)
         gathers = bool(self.cycle.early) and not is_last
@@ -300,6 +243,8 @@ class _Writer:
             work = [each for each in late if each.before is stmt]
             state = self.made_late(work, state, count, beside=True)
             self.body.append(copy)
+        # XLA reads a slice in place only in the fusion of its reader, so a slice moves
+        # there.
         self.body[begin:] = before_readers(self.body[begin:core], self.body[core:])
         made = known | made
         stacks = dict(state.stacks)

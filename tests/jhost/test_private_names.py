@@ -11,6 +11,8 @@ from importlib import import_module, util
 from pathlib import Path
 
 import jhost._jax
+import jhost.lowering
+import jhost.runtime
 
 MOST = 50
 """This number may only fall: the next JAX may drop any of these names."""
@@ -117,3 +119,31 @@ def test_private_names_become_no_more() -> None:
 def test_no_private_name_has_a_public_twin() -> None:
     twins = {name: public_twins(name) for name in private_names() - NOT_IN_BOTH}
     assert not {name: found for name, found in twins.items() if found}
+
+
+def test_all_that_stands_between_is_used() -> None:
+    """Each name that `jhost._jax` gives is imported by a module in front of it."""
+    (own,) = (Path(folder) for folder in jhost._jax.__path__)
+    folders = (*jhost.__path__, *jhost.lowering.__path__, *jhost.runtime.__path__)
+    paths = (path for folder in folders for path in Path(folder).rglob("*.py"))
+    sources = (path.read_text() for path in paths if own not in path.parents)
+    imported = {
+        name
+        for source in sources
+        if "from jhost._jax import" in source
+        for module, name in imports_of(source)
+        if module == "jhost._jax"
+    }
+    given = imports_of((own / "__init__.py").read_text())
+    names = {name for module, name in given if module.startswith("jhost")}
+    assert names <= imported, names - imported
+
+
+def imports_of(source: str) -> set[tuple[str, str]]:
+    """The modules that a source imports from, each with a name."""
+    return {
+        (str(node.module), alias.name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Communicate
+from jhost.lowering.ir.statements import Communicate, Compute, Scan, Wait, walk
 from tests.lowering.traced import array
 
 
@@ -56,3 +57,25 @@ def kinds(program: Program) -> list[str]:
     """What communicates, in bodies as well."""
     every = statements(program)
     return [stmt.kind for stmt in every if isinstance(stmt, Communicate)]
+
+
+def exposed(program: Program) -> Counter[tuple[Any, ...]]:
+    """The transfers that are waited for before any work behind their issue."""
+    found = Counter[tuple[Any, ...]]()
+    work = 0
+    issued: dict[str, tuple[int, Communicate]] = {}
+    for stmt in walk(program.body):
+        match stmt:
+            case Compute():
+                work += sum(eqn.rule.contracts for eqn in stmt.unit.eqns)
+            case Scan():
+                for what, times in exposed(stmt.body).items():
+                    found[what] += times * stmt.length
+            case Communicate(name=name):
+                issued[name] = work, stmt
+            case Wait(communication=name):
+                before, transfer = issued[name]
+                found[transfer.kind, transfer.out.shape] += before == work
+            case _:
+                pass
+    return +found

@@ -13,41 +13,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Communicate, Compute, Scan, Wait, walk
 from jhost.lowering.layouts import carry_partial_sums
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from tests import sums
 from tests.lowering.hand_built import integers
 from tests.lowering.on_mesh import on, program_of
-from tests.lowering.outside import layer
+from tests.lowering.outside import exposed, layer
 
 LAYERS = 4
 STACKED = integers(LAYERS, 4, 8, seed=1), integers(LAYERS, 8, 4, seed=2)
 LISTED = [tuple(stack[n] for stack in STACKED) for n in range(LAYERS)]
 X = integers(128, 4)  # far larger than a weight
-
-
-def exposed(program: Program) -> Counter[tuple[Any, ...]]:
-    """The transfers that are waited for before any work behind their issue."""
-    found = Counter[tuple[Any, ...]]()
-    work = 0
-    issued: dict[str, tuple[int, Communicate]] = {}
-    for stmt in walk(program.body):
-        match stmt:
-            case Compute():
-                work += sum(eqn.rule.contracts for eqn in stmt.unit.eqns)
-            case Scan():
-                for what, times in exposed(stmt.body).items():
-                    found[what] += times * stmt.length
-            case Communicate(name=name):
-                issued[name] = work, stmt
-            case Wait(communication=name):
-                before, transfer = issued[name]
-                found[transfer.kind, transfer.out.shape] += before == work
-            case _:
-                pass
-    return +found
 
 
 def scanned_and_written(

@@ -54,7 +54,7 @@ MODULE = functools.reduce(
     TEMPLATE,
 )
 
-STATEMENTS = ("part = Select(x)", "x_i <- Recv(x)", "y_i <- dot_general(x_i, w)", "z")
+STATEMENTS = ("part = Select(x)", "x_i = Permute(x)", "y_i <- dot_general(x_i, w)", "z")
 
 COMPUTE, COPIES = "Stream #13(Memset,Compute)", "Stream #20(MemcpyP2P)"
 
@@ -137,7 +137,7 @@ def test_statements_have_the_sums_of_their_spans() -> None:
     """On a device in the mean, so half of each; a slice in a fusion does not count."""
     report = report_of(one_call(gpu0=FIRST, gpu1=SECOND))
     received, multiplied, own = report.statements
-    assert (received.number, received.text) == (1, "x_i <- Recv(x)")
+    assert (received.number, received.text) == (1, "x_i = Permute(x)")
     assert (received.activity, received.times) == ("communication", 2)
     assert received.seconds == pytest.approx((25 + 20 + 10) / 2 * US)
     assert received.exposed == pytest.approx((15 + 10) / 2 * US)
