@@ -14,7 +14,8 @@ from jhost.lowering.cost import choose_found, stream_bounds
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.streams.found import FoundStream, found_streams
+from jhost.lowering.streams.found import found_streams
+from jhost.lowering.streams.found_stream import FoundStream
 
 
 @contextmanager
@@ -44,4 +45,9 @@ def _every_stream(
     bounds: stream_bounds.StreamBounds, program: Program, carried: object, spares: bool
 ) -> list[FoundStream]:
     mesh: dict[str, Any] = dict(program.mesh.shape)
-    return found_streams(program, lambda s: bounds.seconds(s, mesh), spares)
+    return found_streams(
+        program,
+        lambda s: bounds.seconds(s, mesh),
+        lambda s: bounds.uneven(s, mesh),
+        spares,
+    )

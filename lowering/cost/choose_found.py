@@ -23,7 +23,7 @@ from jhost.lowering.ir.bodies import adds_up, all_marks, has_loops
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftStream
-from jhost.lowering.streams.found import FoundStream
+from jhost.lowering.streams.found_stream import FoundStream
 
 _CLOSE = 0.98
 """From this share of a time on, what could still be gained is not looked for.
@@ -77,7 +77,7 @@ class FoundStreamsChoice:
         outcomes, kept = [plain], before
         enough = plain.seconds - self.least(stream, plain, layers)
         for candidate in self.candidates(stream, outcomes, enough):
-            if not self.leaves_more(outcomes, enough):
+            if not self.leaves_more(outcomes, enough, stream.evened / layers):
                 break
             outcome = self.outcome(self.looped, stream, candidate)
             if outcome is None:
@@ -142,14 +142,15 @@ class FoundStreamsChoice:
             if chunks := chunks_of(best):
                 yield best.mark.with_spec(chunks=2 * chunks)
 
-    def leaves_more(self, outcomes: Sequence[Outcome], enough: float) -> bool:
+    def leaves_more(
+        self, outcomes: Sequence[Outcome], enough: float, evened: float
+    ) -> bool:
         """Whether another candidate could gain enough over the best one so far."""
         plain, best = outcomes[0], min(outcomes, key=_seconds)
-        # Loops and their sums compute no less than the program without loops, and what
-        # computes nearly all the time has little left to hide.
-        if len(outcomes) > 1:
-            return plain.compute < _CLOSE * best.seconds
-        return plain.compute < enough
+        # Loops and their sums compute no less than the program without loops, but for
+        # what is `evened` out.  What computes nearly all the time has little to hide.
+        least = plain.compute - evened
+        return least < (_CLOSE * best.seconds if len(outcomes) > 1 else enough)
 
     def layers(self, stream: FoundStream) -> int:
         """How many layers have a stream that is weighed in one of them."""

@@ -28,7 +28,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftStream, Search
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute
-from jhost.lowering.streams.found import FoundStream
+from jhost.lowering.streams.found_stream import FoundStream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,8 +200,9 @@ def _named(name: str, local: Program, program: Program) -> str:
     makers = _computed(program)
     if name in makers.values():
         return name
-    variable = next(var for var, made in _computed(local).items() if made == name)
-    return makers[variable]
+    # What no equation makes has one name: it comes from outside, or from a body.
+    same = (v for v, made in _computed(local).items() if made == name)
+    return next((makers[variable] for variable in same), name)
 
 
 @derived

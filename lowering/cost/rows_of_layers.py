@@ -10,32 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 from jhost.lowering.cost.sections import LAYERS
-from jhost.lowering.ir.graph import Graph
-from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.streams.found import FoundStream
-
-MarksAlike: TypeAlias = tuple[StreamChoice, ...]
+from jhost.lowering.streams.found_marks import MarksAlike
+from jhost.lowering.streams.found_stream import FoundStream
 
 
-def rows_apart(
-    stream: FoundStream, graph: Graph, seconds: Sequence[float]
-) -> list[FoundStream]:
+def rows_apart(stream: FoundStream, seconds: Sequence[float]) -> list[FoundStream]:
     """The parts of a stream for each row of layers, and one for the rest.
 
-    `seconds` has the seconds of each node of the graph.  It is the stream itself if it
-    runs through no row.
+    `seconds` has the seconds of each node of the program.  It is the stream itself if
+    it runs through no row.
     """
-    rows = list(_rows(stream.marks, graph.makers))
+    rows = list(_rows(stream.marks, stream.nodes))
     others = tuple(g for g in stream.marks if not any(g in row for row in rows))
     parts = [*rows, others] if others else rows
     if len(parts) < 2:
         return [stream]
 
     def work(groups: Sequence[MarksAlike]) -> float:
-        return sum(seconds[graph.makers[m.buffer]] for g in groups for m in g)
+        return sum(seconds[stream.nodes[m.buffer]] for g in groups for m in g)
 
     every = work(stream.marks)
     return [_part(stream, part, work(part) / every) for part in parts]
@@ -49,16 +43,17 @@ def _part(
         stream,
         marks=marks,
         hidden=share * stream.hidden,
+        evened=share * stream.evened,
         work=share * stream.work,
         beside=share * stream.beside,
     )
 
 
 def _rows(
-    marks: Sequence[MarksAlike], makers: Mapping[str, int]
+    marks: Sequence[MarksAlike], nodes: Mapping[str, int]
 ) -> Iterator[tuple[MarksAlike, ...]]:
     """The groups that take turns: layer by layer, each has marks there."""
-    places = {group: [makers[mark.buffer] for mark in group] for group in marks}
+    places = {group: [nodes[mark.buffer] for mark in group] for group in marks}
     left = [group for group in marks if len(group) >= LAYERS]
     while left:
         row = [left.pop(0)]

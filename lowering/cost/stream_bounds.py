@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from jhost.lowering.cost.candidates import gain_of
@@ -20,7 +21,8 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
 from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.streams.found import FoundStream, found_streams
+from jhost.lowering.streams.found import found_streams
+from jhost.lowering.streams.found_stream import FoundStream
 
 CanHide: TypeAlias = Callable[[Communicate, Mapping[str, int]], bool]
 """Whether a transfer may stand beside work on a mesh, outside of loops over chunks."""
@@ -62,14 +64,20 @@ class StreamBounds:
         graph, mesh = graph_of(program), dict(program.mesh.shape)
         work = [self.work_of(node.stmt, mesh) for node in graph]
         seconds = self.exposed(graph, mesh, WorkBeside(graph, work, carried))
-        if not any(seconds.values()):
+        uneven = {id(n.stmt): self.uneven(n.stmt, mesh) for n in graph}
+        if not any((*seconds.values(), *uneven.values())):
             return []
         seconds |= {id(n.stmt): s for n, s in zip(graph, work, strict=True) if s}
-        every = found_streams(program, lambda s: seconds.get(id(s), 0.0), spares)
+        every = found_streams(
+            program,
+            lambda s: seconds.get(id(s), 0.0),
+            lambda s: uneven[id(s)],
+            spares,
+        )
         every = [e for e in every if e.hidden > least_gain(e, self.rates)]
         spare = self.spare_host(program) if every else 0.0
         every = [e for e in every if spare > self.more_host(program, e.moved)]
-        return [part for each in every for part in rows_apart(each, graph, work)]
+        return [part for each in every for part in rows_apart(each, work)]
 
     def exposed(
         self, graph: Graph, mesh: Mapping[str, int], beside: WorkBeside
@@ -148,12 +156,33 @@ class StreamBounds:
         match stmt:
             case Compute() if has_contraction(stmt):
                 # The last device: under a causal mask no other has as much work.
-                at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in mesh.items()}
-                return sum(k.seconds(self.rates) for k in kernels(stmt, mesh, at))
+                return self.seconds_at(stmt, mesh, [n - 1 for n in mesh.values()])
             case Communicate() if self.may_hide(stmt):
                 return self.seconds_of_transfer(stmt, mesh)
             case _:
                 return 0.0
+
+    def seconds_at(
+        self, stmt: Compute, mesh: Mapping[str, int], ranks: Sequence[int]
+    ) -> float:
+        """What a contraction takes on the device with these ranks along the axes."""
+        at: dict[Index, int] = dict(zip(map(Rank, mesh), ranks, strict=True))
+        return sum(k.seconds(self.rates) for k in kernels(stmt, mesh, at))
+
+    def uneven(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
+        """How much longer the last device takes than all do on average."""
+        if not isinstance(stmt, Compute) or not has_contraction(stmt):
+            return 0.0
+        (unit_eqn,) = stmt.unit.eqns
+        window = unit_eqn.rule.window
+        if window is None or not window.is_causal:
+            return 0.0
+        axes = unit_eqn.axes[window.queries]
+        if not axes or between_processes(axes, self.rates.reach):
+            return 0.0
+        places = (range(n) if axis in axes else (0,) for axis, n in mesh.items())
+        every = [self.seconds_at(stmt, mesh, at) for at in itertools.product(*places)]
+        return max(every) - sum(every) / len(every)
 
     def seconds_of_transfer(self, stmt: Communicate, mesh: Mapping[str, int]) -> float:
         devices, link = (

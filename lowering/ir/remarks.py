@@ -129,10 +129,10 @@ class Search:
 
     @property
     def text(self) -> str:
-        is_or_are = "is" if len(self.left) == 1 else "are"
+        were = "was" if len(self.left) == 1 else "were"
         return (
-            f"{counted(len(self.left), 'stream')} more could hide what moves, and "
-            f"{is_or_are} predicted not to gain enough"
+            f"{counted(len(self.left), 'more stream')} {were} looked at and left: no "
+            "loop is predicted to gain enough there"
         )
 
 

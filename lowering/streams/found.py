@@ -8,11 +8,9 @@ transformer, are in one stream.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
-from jhost._jax import is_in_backward, is_transposed, source_line
 from jhost.lowering.ir.graph import Graph, Node, graph_of
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import SerialMark, StreamChoice
@@ -21,96 +19,38 @@ from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.rules.dim_rule import factors_of
-from jhost.lowering.streams.participation import Participation
+from jhost.lowering.streams.found_marks import Parts, grouped, marks_of
+from jhost.lowering.streams.found_stream import FoundStream, best_of, overlap
+from jhost.lowering.streams.participation import Participation, rule_of
 from jhost.lowering.streams.plan import plan_streams
 
 SecondsOf: TypeAlias = Callable[[Stmt], float]
-"""Gives the seconds of a contraction or a communication."""
-
-Parts: TypeAlias = Mapping[int, Participation]
-"""The nodes in a stream, each with its part."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoundStream:
-    """A stream that could hide communications.
-
-    Attributes:
-        marks: the marks that would ask for it.  A group marks values alike, such as one
-            value of each layer.
-        moved: the names of the communications.
-        hidden: the most seconds that loops could hide: the communications take no
-            longer, or the contractions do not.
-        work: the seconds of the contractions.
-        beside: the seconds of the products that work on rows of the dim.
-        place: orders dims: later dims are higher, but the last dim is lowest.
-    """
-
-    marks: tuple[tuple[StreamChoice, ...], ...]
-    moved: frozenset[str]
-    hidden: float
-    work: float
-    beside: float
-    place: int
-
-    @property
-    def every_mark(self) -> list[StreamChoice]:
-        return [mark for group in self.marks for mark in group]
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The user's lines of its marks, each once."""
-        lines = (line for mark in self.every_mark for line in mark.lines)
-        return tuple(dict.fromkeys(lines))
+"""Gives some seconds of a contraction or a communication."""
 
 
 def found_streams(
-    program: Program, seconds: SecondsOf, spares: bool
+    program: Program, seconds: SecondsOf, uneven: SecondsOf, spares: bool
 ) -> list[FoundStream]:
     """The streams of one straight-line program; those that could hide most come first.
 
-    No two of them hide the same communication, or cut the same product.  With `spares`
-    the transfers of weights count as well that the program would not need if it moved
+    No two of them hide the same communication, or cut the same product.  `uneven` says
+    how much longer the last device works than all do on average.  With `spares` the
+    transfers of weights count as well that the program would not need if it moved
     chunks of rows instead.
     """
-    found = list(_StreamSearch(program, seconds, spares).every())
+    found = list(_StreamSearch(program, seconds, uneven, spares).every())
     kept: list[FoundStream] = []
     while found:
-        kept.append(best := _best(found))
-        found = [each for each in found if not _overlap(each, best)]
+        kept.append(best := best_of(found))
+        found = [each for each in found if not overlap(each, best)]
     return kept
 
 
-def _overlap(stream: FoundStream, other: FoundStream) -> bool:
-    """Whether two streams exclude each other."""
-    if not stream.moved.isdisjoint(other.moved):
-        return True
-    return not {m.buffer for m in stream.every_mark}.isdisjoint(
-        m.buffer for m in other.every_mark
-    )
-
-
-_EQUAL = 0.9
-"""Two streams count as equal if one could hide this share of what the other could."""
-
-
-def _best(found: Sequence[FoundStream]) -> FoundStream:
-    """The stream that could hide most, and among equals the one with most products.
-
-    Among equals of these, the one along the last dim but one.  The last dim has
-    features, which products contract, and earlier dims are short where axes shard
-    sequences.
-    """
-    most = max(each.hidden for each in found)
-    found = [each for each in found if each.hidden >= _EQUAL * most]
-    most = max(each.beside for each in found)
-    found = [each for each in found if each.beside >= _EQUAL * most]
-    return max(found, key=lambda each: each.place)
-
-
 class _StreamSearch:
-    def __init__(self, program: Program, seconds: SecondsOf, spares: bool) -> None:
-        self.spares = spares
+    def __init__(
+        self, program: Program, seconds: SecondsOf, uneven: SecondsOf, spares: bool
+    ) -> None:
+        self.spares, self.uneven = spares, uneven
         self.graph = graph_of(program)
         self.serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)
@@ -141,28 +81,41 @@ class _StreamSearch:
 
     def stream(self, parts: Parts) -> FoundStream | None:
         """What the stream with these parts could hide, if it can hide anything."""
-        products = set(self.products(parts))
         moves = [n for n, part in parts.items() if self.moves(n, part)]
-        hidden = {n: self.hidden(n, parts, products) for n in moves}
-        hidden = {n: seconds for n, seconds in hidden.items() if seconds}
-        first = next(iter((*hidden, *products)), None)
-        if first is None:
+        ways = {n: self.works_for(n, parts) for n in moves}
+        works = {n: set().union(*each) for n, each in ways.items()}
+        led_to = set().union(*works.values())
+        every = led_to | {n for n in parts if self.is_product_in(n, parts)}
+        if not every:
             return None
+        hidden = {n: self.hidden(n, each) for n, each in ways.items()}
+        evened = {n: self.uneven(self.graph[n].stmt) for n in led_to}
+        first = next((n for n in hidden if hidden[n]), min(every))
         place = self.place(parts, first)
         spared: dict[int, float] = {}
         if self.spares and place >= 0:
             spared = {n: self.seconds[n] for n in self.spared(parts)}
         hidden |= spared
-        if not hidden:
+        gain = sum(hidden.values()) + sum(evened.values())
+        if not gain:
             return None
+        moved = [
+            n for n in hidden if hidden[n] or any(map(evened.get, works.get(n, ())))
+        ]
         work = self.sum([n for n in parts if self.contracts(n)])
+        # Rows are cut in all products where their weights stay, and elsewhere from a
+        # transfer on.
+        marked = sorted(every if spared else led_to)
+        marks = marks_of(marked, parts, self.graph, bool(spared))
         return FoundStream(
-            marks=self.marks(parts, bool(spared)),
-            moved=frozenset(self.name(n) for n in hidden),
-            hidden=min(work, sum(hidden.values())),
+            marks=grouped(marks, self.graph, self.seconds),
+            moved=frozenset(map(self.name, moved)),
+            hidden=min(work, gain),
+            evened=sum(evened.values()),
             work=work,
-            beside=self.sum([*products]),
+            beside=self.sum([*every]),
             place=place,
+            nodes={mark.buffer: n for n, mark in marks.items()},
         )
 
     def place(self, parts: Parts, number: int) -> int:
@@ -218,35 +171,37 @@ class _StreamSearch:
             seen.update(new)
             waiting += new
 
-    def hidden(self, number: int, parts: Parts, products: Set[int]) -> float:
-        """The seconds of a communication that a loop could hide behind products.
+    def works_for(self, number: int, parts: Parts) -> list[set[int]]:
+        """What a loop could hide a communication behind, one way or both.
 
-        Products read a value that is gathered in chunks, and make one that is reduced.
+        Works read a value that is gathered in chunks, and make one that is reduced.
         """
         stmt = self.graph[number].stmt
         assert isinstance(stmt, Communicate)
         ways = {"AllGather": (True,), "ReduceScatter": (False,)}
         both = ways.get(stmt.kind, (True, False))
-        found = [self.leads(number, parts, products, forward) for forward in both]
-        return self.seconds[number] * sum(found) / len(found)
+        return [self.led_to(number, parts, forward) for forward in both]
 
-    def leads(
-        self, number: int, parts: Parts, products: Set[int], forward: bool
-    ) -> bool:
-        """Whether a path in the stream leads from a communication to a product.
+    def hidden(self, number: int, works: Sequence[Set[int]]) -> float:
+        """The seconds of a communication that a loop could hide behind works."""
+        return self.seconds[number] * sum(map(bool, works)) / len(works)
 
-        The path must not go through another communication, which would be hidden there.
+    def led_to(self, number: int, parts: Parts, forward: bool) -> set[int]:
+        """The first works in the stream on the paths from a communication.
+
+        No path goes through another communication: the works behind it hide that one.
         """
-        seen, waiting = {number}, [number]
+        found, seen, waiting = set[int](), {number}, [number]
         for each in waiting:
-            if each in products:
-                return True
+            if self.is_product_in(each, parts) or self.is_cut_by_loops(each, parts):
+                found.add(each)
+                continue
             if each != number and isinstance(self.graph[each].stmt, Communicate):
                 continue
             new = [n for n in self.next(each, forward) if n in parts and n not in seen]
             seen.update(new)
             waiting += new
-        return False
+        return found
 
     def next(self, number: int, forward: bool) -> Iterator[int]:
         """The readers of a node's results, or the makers of its operands."""
@@ -271,7 +226,7 @@ class _StreamSearch:
         becomes a reduce-scatter and an all-gather of shards.
         """
         stmt = self.graph[number].stmt
-        if not isinstance(stmt, Communicate) or not self.seconds[number]:
+        if not isinstance(stmt, Communicate):
             return False
         if part.ratio != 1:
             return True
@@ -281,30 +236,19 @@ class _StreamSearch:
     def contracts(self, number: int) -> bool:
         return has_contraction(self.graph[number].stmt)
 
-    def products(self, parts: Parts) -> list[int]:
-        """The products with one operand, and the result, cut by the stream."""
-        return [
-            number
-            for number, part in parts.items()
-            if _is_product(self.graph[number].stmt)
-            and len(part.reads) == 1
-            and part.writes
-        ]
+    def is_product_in(self, number: int, parts: Parts) -> bool:
+        """Whether it is a product with one operand, and the result, cut by a stream."""
+        part = parts[number]
+        cut = len(part.reads) == 1 and bool(part.writes)
+        return cut and _is_product(self.graph[number].stmt)
 
-    def marks(self, parts: Parts, spares: bool) -> tuple[tuple[StreamChoice, ...], ...]:
-        """Marks of the products in a stream; the smallest group comes first."""
-        # Products only, and not attention: its keys are rows of a contraction but no
-        # chunks.  With a mark on them the stream would end there, and attention would
-        # be in no loop.
-        rows = sorted(self.products(parts), key=lambda n: -self.seconds[n])
-        sums = any(not p.writes and self.contracts(n) for n, p in parts.items())
-        alike: dict[object, list[StreamChoice]] = {}
-        for number in rows:
-            node, part = self.graph[number], parts[number]
-            mark = _mark(node, part, sums, spares)
-            alike.setdefault(_key(node, mark), []).append(mark)
-        # Where layers are written out, the smallest group has one mark for each layer.
-        return tuple(map(tuple, sorted(alike.values(), key=len)))
+    def is_cut_by_loops(self, number: int, parts: Parts) -> bool:
+        """Whether a stream cuts what no mesh axis may: the keys of attention.
+
+        They are gathered whole wherever no loop brings them in chunks.
+        """
+        rule = rule_of(self.graph[number])
+        return rule is not None and parts[number].factor in rule.unsharded
 
 
 def _is_product(stmt: Stmt) -> bool:
@@ -356,38 +300,3 @@ def _places(graph: Graph, parts: Parts) -> Iterator[tuple[str, int]]:
         for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
             for position, access in accesses.items():
                 yield buffers[position].name, access.dim
-
-
-def _mark(node: Node, part: Participation, sums: bool, spares: bool) -> StreamChoice:
-    """The mark of a contraction's result along the dim that a stream cuts.
-
-    `sums` says whether there are contractions over all chunks.  They stand beside
-    transfers, which is best most often.
-    """
-    # Two streams: a transfer is launched an iteration before it is needed, instead of
-    # all of them at first.
-    assert isinstance(node.stmt, Compute)
-    position, access = next(iter(part.writes.items()))
-    return StreamChoice(
-        buffer=node.writes[position].name,
-        dim=access.dim,
-        spec=PipelineSpec(
-            pipeline="p2p",
-            chunks=None,
-            streams=2,
-            sums="beside transfers" if sums else "in chunks",
-        ),
-        by_name=False,
-        lines=(source_line(node.stmt.unit.eqns[0].eqn),),
-        found=True,
-        spares=spares,
-    )
-
-
-def _key(node: Node, mark: StreamChoice) -> object:
-    """A key that is equal for the same contraction of several layers."""
-    assert isinstance(node.stmt, Compute)
-    eqn = node.stmt.unit.eqns[0].eqn
-    shapes = tuple(buffer.shape for buffer in (*node.reads, *node.writes))
-    # A line's product, its gradient and what a backward computes again may be alike.
-    return mark.lines, mark.dim, shapes, is_in_backward(eqn), is_transposed(eqn)

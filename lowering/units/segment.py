@@ -3,7 +3,7 @@
 Communications stay alone.  Computations that work on the same chunk may merge, and a
 predicate of the caller's says which of them do (nvFuser #4145).
 Loop and stream statements are borders: the statements between two of them are segmented
-by themselves.
+by themselves.  Cheap values cross those of streams first, to what reads them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jhost.lowering.ir.graph import (
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
+from jhost.lowering.units.beside_readers import beside_readers
 
 
 def merge_all(group: Group, joining: Group) -> bool:
@@ -83,6 +84,7 @@ class _Segmenter:
         self.known = known
         self.names = FreshNames()
         self.kept = {result.name for result in program.results}
+        self.aliases = set[str]()
         self.reads: Counter[str] = Counter()
         for stmt in ir.walk(program.body):
             if isinstance(stmt, ir.For):
@@ -90,12 +92,13 @@ class _Segmenter:
             self.reads.update(buffer.name for buffer in reads_writes(stmt)[0])
             # A value written through an alias or into an allocation is never local.
             if isinstance(stmt, ir.Select):
-                self.kept.add(stmt.out.name)
+                self.aliases.add(stmt.out.name)
             elif isinstance(stmt, ir.Allocate):
-                self.kept.add(stmt.buffer.name)
+                self.aliases.add(stmt.buffer.name)
+        self.kept |= self.aliases
 
     def body(self, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
-        return tuple(self.stretches(body))
+        return tuple(self.stretches(beside_readers(body, self.aliases)))
 
     def stretches(self, body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         """`body` with each stretch between borders segmented."""

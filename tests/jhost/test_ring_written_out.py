@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from tests import finding
 from tests.jhost import plain_attention
 from tests.jhost.derived import programs, vjp
 from tests.lowering.on_mesh import on
@@ -143,6 +144,19 @@ def test_keys_go_around_and_gradients_come_back(
     if pipeline == "p2p":
         kinds = {row.kind for row in explanation.communications}
         assert kinds == {"CollectivePermute"}
+
+
+def test_keys_go_around_where_nobody_marked_them() -> None:
+    def unmarked(q: Any, k: Any, v: Any) -> jax.Array:
+        return jhost.dot_product_attention(q, k, v, is_causal=True)
+
+    args = operands(16, 16)[:3]
+    with finding.everywhere():
+        f = jhost.jit(unmarked, **on(SP4, (ROWS, ROWS, ROWS), ROWS))
+        assert jhost.explain(f, *args).loops == 1
+        found = f(*args)
+    wanted = plain(is_causal=True)(*args, {})
+    chex.assert_trees_all_close(found, wanted, atol=1e-12, rtol=0)
 
 
 def test_packed_sequences_say_whose_they_are_as_keys_go_around() -> None:

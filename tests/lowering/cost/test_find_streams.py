@@ -463,6 +463,46 @@ def test_causal_attention_stays_whole_between_found_loops(
     assert all((stmt.chunk is None) == causal for stmt in kernels)
 
 
+def ring(mark: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """Causal attention of a sequence over tp, between products of whole weights."""
+
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        x = jhost.shard(x, P(None, "tp", None))
+        *into, out = (jhost.shard(weight, P(None, None)) for weight in weights)
+
+        def heads(weight: jax.Array) -> jax.Array:
+            return jnp.reshape(x @ weight, (*x.shape[:2], -1, 128))
+
+        queries, keys, values = map(heads, into)
+        mixed = jax.nn.dot_product_attention(
+            queries, mark(keys), values, is_causal=True, implementation="cudnn"
+        )
+        mixed = jnp.reshape(mixed, x.shape)
+        return jhost.shard(x + mixed @ out, P(None, "tp", None))
+
+    return f
+
+
+def test_keys_of_a_sequence_over_an_axis_go_around(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their gathers have work beside them; the last device has most of the mask's."""
+    as_with_cudnn(monkeypatch)
+    shared, whole = (HIDDEN, HIDDEN // 4), (HIDDEN, HIDDEN)
+    shapes = (1, 65536, HIDDEN), whole, shared, shared, whole
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    found, asked, off = (
+        predict(lowered(ring(mark), types, **how), h200()).total
+        for mark, how in (
+            (unmarked, {}),
+            (lambda keys: jhost.stream(keys, axis=1), {}),
+            (unmarked, {"pipeline": "off"}),
+        )
+    )
+    assert found <= 1.02 * asked
+    assert found < 0.9 * off
+
+
 def _attends(unit_eqn: UnitEqn) -> bool:
     return "attention" in unit_eqn.eqn.primitive.name
 
