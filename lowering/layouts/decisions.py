@@ -7,6 +7,7 @@ that it affects.
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -71,6 +72,15 @@ class Decisions:
         for move in new.wants:
             self._add(move, number)
         return {name for name, layout in new.rests if self.lay_out(name, layout)}
+
+    def copy(self) -> Decisions:
+        """The same decisions, which change by themselves."""
+        made = copy.copy(self)
+        made.layouts, made.assignments = dict(self.layouts), dict(self.assignments)
+        made.counted, made.moving = dict(self.counted), dict(self.moving)
+        made.movers = {move: [*numbers] for move, numbers in self.movers.items()}
+        made.moves_of = {name: {*wanted} for name, wanted in self.moves_of.items()}
+        return made
 
     @property
     def price(self) -> LayoutCost:

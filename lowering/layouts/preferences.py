@@ -1,7 +1,7 @@
 """The layouts that values should have: users' constraints, and consumers' preferences.
 
 Constraints are fixed.  Preferences flow backward through the factors of the operations,
-from the constraints and from the assignments of operations.
+from the constraints and from the assignments of operations (`backward.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from jhost.lowering.ir.statements import Buffer
 
 Snapshot: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
 
-_Preferred: TypeAlias = tuple[str, Layout, bool]
+Preference: TypeAlias = tuple[Layout | None, frozenset[str] | None]
+"""The target of a value and its free axes, where it has any."""
+
+Preferred: TypeAlias = tuple[str, Layout, bool]
 """An operand, the layout preferred for it, and whether that uses axes."""
 
 
@@ -49,7 +52,7 @@ class Preferences:
         self.through_borders = False
         """Whether operations that follow a whole value pass on readers' preferences."""
         self.specs = {name: mark.spec for name, mark in marks.items()}
-        self.known: dict[tuple[Operation, Assignment], Sequence[_Preferred]] = {}
+        self.known: dict[tuple[Operation, Assignment], Sequence[Preferred]] = {}
         self.targets: dict[str, Layout] = {}
         self.free_axes: dict[str, frozenset[str]] = {}
         """Axes that a target leaves open: its value may be sharded over them."""
@@ -67,7 +70,7 @@ class Preferences:
             for name, spec in self.specs.items()
         }
         self.free_axes = {
-            name: self._axes_beside(used_axes(self.targets[name]))
+            name: self.axes_beside(used_axes(self.targets[name]))
             for name, spec in self.specs.items()
             if None in spec
         }
@@ -82,42 +85,21 @@ class Preferences:
         targets, free_axes = snapshot
         self.targets, self.free_axes = dict(targets), dict(free_axes)
 
-    # --- Backward ------------------------------------------------------------- #
+    def of(self, name: str) -> Preference:
+        """The layout preferred for a value, and the axes that it leaves open."""
+        return self.targets.get(name), self.free_axes.get(name)
 
-    def backward(
-        self,
-        operations: Sequence[Operation],
-        assignments: Sequence[Assignment] | None,
-    ) -> list[str]:
-        """Carry preferences from the consumers of values to their producers.
-
-        Returns:
-            The values whose preferences changed.
-        """
-        targets, free_axes = self.snapshot()
-        none = frozenset[str]()
-        for number in reversed(range(len(operations))):
-            op = operations[number]
-            assignment = None if assignments is None else assignments[number]
-            if assignment is None or self._is_as_read(op, assignment):
-                assignment = self.suggested(op)
-            for name, wanted, used in self.preferred(op, assignment):
-                # A layout that uses no axis is no reason to gather a value, so it does
-                # not replace another preference.
-                if used or name not in self.targets:
-                    self.targets[name] = wanted
-                    # In the first round only axes that constraints suggest are known.
-                    self.free_axes[name] = (
-                        none
-                        if assignments
-                        else self._axes_beside(used_axes(assignment))
-                    )
+    def changed_since(self, snapshot: Snapshot) -> list[str]:
+        """The values whose preferences are no longer those of a snapshot."""
+        targets, free_axes = snapshot
         return [
             name
             for name, target in self.targets.items()
             if target != targets.get(name)
             or self.free_axes.get(name) != free_axes.get(name)
         ]
+
+    # --- Backward ------------------------------------------------------------- #
 
     def follows(self, op: Operation) -> bool:
         """Whether its operand's layout decides, as for a barrier."""
@@ -129,7 +111,7 @@ class Preferences:
             return False
         return any(used_axes(self.targets.get(name, ())) for name in op.outs)
 
-    def _is_as_read(self, op: Operation, assignment: Assignment) -> bool:
+    def is_as_read(self, op: Operation, assignment: Assignment) -> bool:
         """Whether its operand should have the layout that readers of its result prefer.
 
         An operation that only follows is assigned as its operand was made.  There are
@@ -139,7 +121,7 @@ class Preferences:
         whole = self.through_borders and self.follows(op) and not any(assignment)
         return op.stacks or whole
 
-    def preferred(self, op: Operation, assignment: Assignment) -> Sequence[_Preferred]:
+    def preferred(self, op: Operation, assignment: Assignment) -> Sequence[Preferred]:
         """The layouts that an operation, so assigned, prefers for its operands.
 
         A layout without axes is only a preference if the operand has no factors.
@@ -183,7 +165,7 @@ class Preferences:
         targets, free_axes = self.targets, self.free_axes
         return tuple([(targets.get(n), free_axes.get(n)) for n in names])
 
-    def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
+    def axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(self.mesh).difference(axes)
 
     # --- Where values stay ---------------------------------------------------- #

@@ -30,6 +30,7 @@ from jhost.lowering.layouts.activations import (
     operands_of,
     stays,
 )
+from jhost.lowering.layouts.backward import Backward
 from jhost.lowering.layouts.decisions import Decisions, WantedLayout
 from jhost.lowering.layouts.effects import AssignmentEffects
 from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
@@ -114,7 +115,7 @@ class Solver:
             return best  # most programs end here
         before = preferences.snapshot()
         preferences.through_borders = True
-        in_parts = self.fixed_point_from(best.in_order())
+        in_parts = self.fixed_point_from(best.copy())
         preferences.through_borders = False
         # Making the value in parts may also move more, where something reads it whole.
         if best.price.beats(in_parts.price):
@@ -128,7 +129,7 @@ class Solver:
         One starts with the layouts of the operands, the other with what constraints
         suggest for the operations before them.
         """
-        by_operands = self.fixed_point_from(self.forward().in_order())
+        by_operands = self.fixed_point_from(self.forward())
         # The second start overwrites the preferences of the first.
         before = self.preferences.snapshot()
         self.preferences.restart()
@@ -141,12 +142,23 @@ class Solver:
             return by_operands
         return by_constraints
 
-    def fixed_point_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
-        self.preferences.backward(self.operations, suggested)
-        made = self.forward()
+    def fixed_point_from(self, made: Decisions | None) -> Decisions:
+        """The fixed point from some decisions, which change; or from constraints."""
+        walk = Backward(self.preferences, self.operations, self.readers, self.makers)
+        changed = None
+        if made is None:
+            walk.all(None)
+            made = self.forward()
+        else:
+            changed = self.forward_again(made, walk.all(made.in_order()))
         for _ in range(_ROUNDS):
-            changed = self.preferences.backward(self.operations, made.in_order())
-            if not self.forward_again(made, changed):
+            assignments = made.in_order()
+            if changed is None:
+                preferred = walk.all(assignments)
+            else:
+                preferred = walk.again(assignments, changed)
+            changed = self.forward_again(made, preferred)
+            if not changed:
                 break
         return made
 
@@ -180,7 +192,8 @@ class Solver:
 
     def starting_at(self, assignments: Sequence[Assignment]) -> Decisions:
         """Assignments that were best by other costs, with the preferences for them."""
-        self.preferences.backward(self.operations, assignments)
+        walk = Backward(self.preferences, self.operations, self.readers, self.makers)
+        walk.all(assignments)
         return self.decided(assignments)
 
     def decided(self, assignments: Sequence[Assignment]) -> Decisions:
@@ -199,25 +212,25 @@ class Solver:
             made.decide(number, self.cheapest(number, made))
         return made
 
-    def forward_again(self, made: Decisions, preferred: Iterable[str]) -> bool:
+    def forward_again(self, made: Decisions, preferred: Iterable[str]) -> set[int]:
         """Decide again as `forward` would, where only some values' preferences changed.
 
         Returns:
-            Whether any decision changed.
+            The operations that are assigned otherwise.
         """
         # Most rounds change a few of thousands of operations.
         params = [n for n, layout in self.given().items() if made.lay_out(n, layout)]
         queued = {self.makers[name] for name in preferred if name in self.makers}
         for name in params:
             queued.update(self.readers.get(name, ()))
-        changed = bool(params)
+        changed: set[int] = set()
         waiting = sorted(queued)
         while waiting:
             number = heapq.heappop(waiting)
             assignment, before = self.cheapest(number, made), made.counted[number]
-            changed |= assignment != made.assignments[number]
+            if assignment != made.assignments[number]:
+                changed.add(number)
             laid_out = made.decide(number, assignment)
-            changed |= bool(laid_out)
             moves = {*before.wants} ^ {*made.counted[number].wants}
             # Others that read the same operand may share a move, or share it no longer.
             for name in {*laid_out, *(name for name, _ in moves)}:
