@@ -56,7 +56,8 @@ _COLUMNS = ([-0.0], [-0.0, 0.0], [0.0, -0.0], [-0.0, 1.0, -1.0], [-0.0, np.nan, 
 @pytest.mark.parametrize("rows", [4, 6, 8])
 def test_zeros_keep_their_signs(rows: int) -> None:
     """With a row a device, with two, and with rows that some devices lack."""
-    x = np.array([np.resize(column, rows) for column in _COLUMNS], np.float32).T
+    columns = [np.resize(column, rows) for column in _COLUMNS]
+    x = jnp.array(columns, jnp.float32).T
 
     def function(x: jax.Array) -> list[jax.Array]:
         x = jhost.shard(x, ROWS)
@@ -72,8 +73,8 @@ def test_zeros_keep_their_signs(rows: int) -> None:
     chex.assert_trees_all_equal(given, wanted)
     for one, other in zip(given, wanted, strict=True):
         is_number = ~np.isnan(np.asarray(other, np.float32))
-        signs = (np.signbit(np.asarray(each, np.float32)) for each in (one, other))
-        np.testing.assert_array_equal(*(sign & is_number for sign in signs))
+        signs = [np.signbit(np.asarray(each, np.float32)) for each in (one, other)]
+        np.testing.assert_array_equal(signs[0] & is_number, signs[1] & is_number)
 
 
 def test_totals_of_zeros_are_all_that_moves() -> None:
