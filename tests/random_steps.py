@@ -363,7 +363,8 @@ ZEROS = Kinds(
     np.float32,
     {name: _ELEMENTWISE[name] for name in _SIGNED.split()},
     {
-        **{name: _ALONE[name] for name in f"{_ARRANGING} reduce_sum pad".split()},
+        **{name: _ALONE[name] for name in _ARRANGING.split()},
+        **{name: _ALONE[name] for name in ("reduce_sum", "cumsum", "pad")},
         **LOOKUPS,
         **UPDATES,
     },

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.padding.blocks import blocks_of
-from jhost.lowering.rules.reducers import COMBINE, Reducer, identity
+from jhost.lowering.rules.reducers import COMBINE, Reducer, from_zero, identity
 from jhost.lowering.rules.windows import padded
 
 SCANS: Mapping[str, tuple[Callable[..., Any], Reducer]] = {
@@ -29,6 +29,9 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any]:
         whole, nothing = x.shape[dim], identity(reducer, x.dtype)
         x = blocks_of(x, dim, blocks, nothing)
         inside = scan(x, axis=dim + 1, reverse=reverse)
+        # XLA takes an element for its own sum.  The first of the whole is added to 0.
+        if reducer == "sum" and x.shape[dim + 1] == 1:
+            inside = from_zero(inside)
         last = 0 if reverse else x.shape[dim + 1] - 1
         # The last partial result of a block is its total, so no second pass adds it up.
         totals = lax.index_in_dim(inside, last, dim + 1, keepdims=False)

@@ -49,7 +49,35 @@ def test_a_nan_is_in_all_that_follow_it() -> None:
     exact(lambda x: lax.cummax(x, axis=0), x, **tp(4, (ROWS,), ROWS))
 
 
-def test_zeros_keep_their_signs() -> None:
+_SCANS = (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp)
+_COLUMNS = ([-0.0], [-0.0, 0.0], [0.0, -0.0], [-0.0, 1.0, -1.0], [-0.0, np.nan, np.inf])
+
+
+@pytest.mark.parametrize("rows", [4, 6, 8])
+def test_zeros_keep_their_signs(rows: int) -> None:
+    """With a row a device, with two, and with rows that some devices lack."""
+    columns = [np.resize(column, rows) for column in _COLUMNS]
+    x = jnp.array(columns, jnp.float32).T
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        x = jhost.shard(x, ROWS)
+        made = [scan(x, 0, reverse=each) for scan in _SCANS for each in (False, True)]
+        made += [lax.cumsum(y) for y in (x.astype(jnp.bfloat16), lax.complex(x, x))]
+        made.append(jax.vmap(lax.cumsum, 1, 1)(x))
+        made.append(jax.grad(lambda y: (jnp.cumsum(y, 0) * x).sum())(x))
+        made.append(lax.cumsum(x[:, :0]))
+        return [part for each in made for part in (each.real, each.imag)]
+
+    given = jhost.jit(function, **tp(4, P(), P()))(x)
+    wanted = jax.jit(function)(x)
+    chex.assert_trees_all_equal(given, wanted)
+    for one, other in zip(given, wanted, strict=True):
+        is_number = ~np.isnan(np.asarray(other, np.float32))
+        signs = [np.signbit(np.asarray(each, np.float32)) for each in (one, other)]
+        np.testing.assert_array_equal(signs[0] & is_number, signs[1] & is_number)
+
+
+def test_totals_of_zeros_are_all_that_moves() -> None:
     x = np.full(8, -0.0, np.float32)
     program = exact(lambda x: 1 / jnp.cumsum(x), x, **tp(4, (ROWS,), ROWS))
     assert _received(program) == [(4,)]
