@@ -19,7 +19,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Compute, PipelineKind, Scan, Wait
 from tests import sums
-from tests.lowering.on_mesh import every_size, exact, on, program_of
+from tests.lowering.on_mesh import every_size, exact, on, program_of, sizes_and_counts
 from tests.lowering.outside import (
     gradients_of,
     kinds,
@@ -119,8 +119,7 @@ def test_who_needs_one_sum_waits_for_no_other() -> None:
 # --- Values ------------------------------------------------------------------------ #
 
 
-@every_size
-@pytest.mark.parametrize("count", [1, 2, 5])
+@sizes_and_counts
 def test_gradients_are_exact(devices: int, count: int) -> None:
     program = exact(
         gradients, *operands(2 * devices, count, WIDTH), **data_parallel(devices, count)
@@ -155,7 +154,7 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
     st.sampled_from(["off", "collective", "p2p"]),
     st.sampled_from(sums.EVERY),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:
