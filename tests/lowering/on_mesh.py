@@ -27,13 +27,17 @@ every_size = pytest.mark.parametrize("devices", [4, 2, 8])
 What 4 do first, is compiled for them.
 """
 
-_slow = pytest.mark.slow
 each_size = pytest.mark.parametrize(
-    "devices", [4, pytest.param(2, marks=_slow), pytest.param(8, marks=_slow)]
+    "devices", [4, pytest.param(2, marks=pytest.mark.slow)]
 )
-"""For a test that 2 and 8 devices pass as 4 do."""
-four_and_two = pytest.mark.parametrize("devices", [4, pytest.param(2, marks=_slow)])
-"""For a test that 2 devices pass as 4 do."""
+"""For a test that devices pass as 4 do, however many there are.
+
+Not of 8, which take XLA longest: what has a step or a neighbour more, has so of 4.
+"""
+sizes_and_counts = pytest.mark.parametrize(
+    ("devices", "count"), [(4, 1), (4, 2), (4, 5), (2, 5), (8, 2)]
+)
+"""For a mechanism of `every_size` with so many layers, each with each only of 4."""
 
 
 def tp(devices: int, ins: Any, outs: Any, **more: Any) -> dict[str, Any]:

@@ -108,10 +108,13 @@ def by_statements(fun: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def array(*shape: int, seed: int = 0) -> jax.Array:
-    """Small integers as float32: sums and products of them are exact."""
-    # `jnp.array` has XLA compile a program for each shape (JAX 0.10 to 0.12).
-    return jax.device_put(integers(*shape, seed=seed))
+def array(*shape: int, seed: int = 0) -> Any:
+    """Small integers as float32: sums and products of them are exact.
+
+    Of NumPy: what is on one device goes to several by a program that XLA compiles for
+    each shape and each layout, and each operation on it by another (JAX 0.10 to 0.12).
+    """
+    return integers(*shape, seed=seed)
 
 
 def built(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:

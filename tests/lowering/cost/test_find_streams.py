@@ -257,7 +257,7 @@ def test_gradients_are_as_good_as_marked_and_no_slower_than_plain(
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 def test_no_found_program_is_predicted_slower_than_the_one_without(data: Any) -> None:
     """The whole program: layers that differ, in a scan or not, and their gradients."""
     draw = data.draw

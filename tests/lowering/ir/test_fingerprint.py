@@ -95,7 +95,7 @@ def test_it_does_not_depend_on_the_order_of_hashes() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]
     assert "Scan(" in texts[0]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]

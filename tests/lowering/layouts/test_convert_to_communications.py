@@ -361,11 +361,12 @@ REDUCERS: dict[str, Callable[..., jax.Array]] = {
 
 
 def reduction(reducer: str, devices: int) -> tuple[Callable[..., Any], jax.Array]:
-    x = array(devices * 2, devices).astype(jnp.int32)
+    x = array(devices * 2, devices).astype(np.int32)
     # Columns that are all true, and all false, besides those that are mixed.
-    x = x.at[:, 0].set(1).at[:, 1].set(0) if reducer in ("and", "or") else x
-    args = x > 0 if reducer in ("and", "or") else x
-    return lambda x: REDUCERS[reducer](x, axis=0), args
+    if reducer in ("and", "or"):
+        x[:, 0], x[:, 1] = 1, 0
+        x = x > 0
+    return lambda x: REDUCERS[reducer](x, axis=0), x
 
 
 @each_size

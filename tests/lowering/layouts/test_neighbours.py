@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -359,6 +359,7 @@ def _cases(draw: st.DrawFn) -> Case:
     return Case(mesh, axes, draw(st.sampled_from([8, 16, 40])), tuple(steps))
 
 
+@settings(max_examples=10, deadline=None)  # each is compiled
 @given(_cases())
 def test_chains_of_windows_are_exact(case: Case) -> None:
     x = integers(case.rows, 2)

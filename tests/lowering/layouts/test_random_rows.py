@@ -15,7 +15,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -158,6 +158,7 @@ def _is_cut(case: Case) -> Counter[str]:
     return found
 
 
+@settings(max_examples=8, deadline=None)  # each is compiled
 @given(cases())
 def test_sharded_tables_are_looked_up_and_updated_exactly(case: Case) -> None:
     for kind, count in _is_cut(case).items():

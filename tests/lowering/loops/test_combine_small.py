@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -197,6 +197,7 @@ def test_in_the_body_of_a_scan_and_behind_a_derivative() -> None:
     check(jax.grad(loss, 1), args, ins)
 
 
+@settings(max_examples=10, deadline=None)  # each is compiled
 @given(st.data())
 def test_any_of_them_together_are_what_they_are_alone(data: Any) -> None:
     """Kinds, dims and dependencies at random, exact on whole numbers."""

@@ -172,15 +172,18 @@ def sum_of_parts(x: jax.Array) -> jax.Array:
 
 
 @every_size
-@pytest.mark.parametrize("run", [jhost.jit, interpreted])
-@pytest.mark.parametrize("target", [P("tp"), P()], ids=["scattered", "everywhere"])
+@pytest.mark.parametrize(
+    ("run", "target"),
+    [(jhost.jit, P("tp")), (jhost.jit, P()), (interpreted, P())],
+    ids=["scattered", "everywhere", "interpreted"],
+)
 def test_sums_add_in_the_order_of_the_steps(devices: int, run: Any, target: P) -> None:
     """Bit for bit, on numbers whose float32 sum depends on the order."""
     random = np.random.default_rng(0)
     scales = 10.0 ** random.integers(-4, 5, (devices, devices * 8, 5))
     parts = (random.standard_normal(scales.shape) * scales).astype(np.float32)
     settings = tp(devices, P("tp"), target)
-    given = run(sum_of_parts, **settings)(jnp.array(parts))
+    given = run(sum_of_parts, **settings)(parts)
     wanted = in_order_of_steps(parts, np.float32)
     np.testing.assert_array_equal(np.asarray(given), wanted)
     if devices > 2:  # of two numbers there is one sum
@@ -194,7 +197,7 @@ def test_sums_of_bfloat16_add_in_float32(devices: int, run: Any) -> None:
     parts = np.full((devices, devices * 2, 2), 2.0**-8, jnp.bfloat16)
     parts[0] = 1
     settings = tp(devices, P("tp"), P("tp"))
-    given = run(sum_of_parts, **settings)(jnp.array(parts))
+    given = run(sum_of_parts, **settings)(parts)
     wanted = in_order_of_steps(parts, np.float32)
     assert given.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(given), wanted)

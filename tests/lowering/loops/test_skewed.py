@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
@@ -324,6 +324,7 @@ def products(draw: st.DrawFn) -> tuple[Function, tuple[jax.Array, ...], dict[str
     return fun, given, on(axes, (draw(ways), draw(ways)), draw(ways))
 
 
+@settings(max_examples=10, deadline=None)  # each is compiled
 @given(products())
 def test_random_products(case: tuple[Function, tuple[jax.Array, ...], Any]) -> None:
     fun, args, settings = case

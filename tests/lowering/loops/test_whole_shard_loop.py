@@ -256,7 +256,7 @@ def test_a_sum_over_another_axis_waits_with_its_contraction() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_blocks(data: st.DataObject) -> None:
     """Around a jhost function, and inside of one, in a scan, and computed again."""

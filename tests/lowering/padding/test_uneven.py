@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -393,6 +393,7 @@ def ragged_blocks(draw: st.DrawFn) -> tuple[Any, ...]:
     return mesh, draw(size), draw(size), draw(size), specs, pipeline
 
 
+@settings(max_examples=10, deadline=None)  # each is compiled
 @given(ragged_blocks())
 def test_any_sizes(drawn: tuple[Any, ...]) -> None:
     mesh, rows, width, inner, specs, pipeline = drawn

@@ -86,9 +86,7 @@ def test_a_result_for_each_group_follows_the_groups() -> None:
     [
         [2, 0, 3, 1],
         pytest.param([0, 0, 0, 0], marks=pytest.mark.slow),
-        pytest.param([0, 8, 0, 0], marks=pytest.mark.slow),
         [0, 0, 0, 8],
-        pytest.param([1, 2, 3, 2], marks=pytest.mark.slow),
         [5, 2, 7, 1],  # more than there are
     ],
 )
@@ -139,7 +137,7 @@ def _products(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @given(_products())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_product_in_parts(check_rule: CheckRule, product: tuple[Any, ...]) -> None:
     *args, numbers = product
     check_rule(_product(numbers), *args)

@@ -48,13 +48,16 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, P]]] = {
 
 
 @pytest.mark.parametrize(
-    "heads",
+    ("name", "heads"),
     [
-        pytest.param(N, id="a head each", marks=pytest.mark.slow),
-        pytest.param(K, id="groups of heads"),
+        *(pytest.param(name, K, id=f"{name}-groups of heads") for name in ARGUMENTS),
+        # What else is given, has its heads as queries have them, or none.
+        *(
+            pytest.param(name, N, id=f"{name}-a head each", marks=pytest.mark.slow)
+            for name in ("none", "bias", "key_value_seq_lengths")
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ARGUMENTS)
 def test_attention_by_batch_and_heads(name: str, heads: int) -> None:
     static, arrays, specs = ARGUMENTS[name]
 

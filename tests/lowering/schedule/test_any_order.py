@@ -81,7 +81,7 @@ def check_window(program: Program, window: int) -> None:
     of_sums=st.integers(1, 6),
     ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_lanes_and_any_window(
     f: Any,
     axes: dict[str, int],

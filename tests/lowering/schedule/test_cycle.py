@@ -74,7 +74,6 @@ def scans(program: Program) -> list[Scan]:
     [
         *(("fsdp", length) for length in (1, 2, 3, 5)),
         *(("dp", length) for length in (2, 3)),
-        *(pytest.param("dp", length, marks=pytest.mark.slow) for length in (1, 5)),
     ],
 )
 def test_gradients_are_exact_for_any_length(specs: str, length: int) -> None:

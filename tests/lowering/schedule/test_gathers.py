@@ -25,7 +25,7 @@ from jhost.lowering.ir.statements import (
     walk,
 )
 from tests import sums
-from tests.lowering.on_mesh import every_size, exact, on, program_of
+from tests.lowering.on_mesh import every_size, exact, on, program_of, sizes_and_counts
 from tests.lowering.outside import (
     gradients_of,
     kinds,
@@ -146,8 +146,7 @@ def test_what_is_made_right_before_is_gathered_at_once() -> None:
 # --- Values ------------------------------------------------------------------------ #
 
 
-@every_size
-@pytest.mark.parametrize("count", [1, 2, 5])
+@sizes_and_counts
 def test_gradients_are_exact(devices: int, count: int) -> None:
     program = exact(
         gradients, *operands(8 * devices, count, WIDTH), **sharded(devices, count)
@@ -182,7 +181,7 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
     st.sampled_from(["off", "collective", "p2p"]),
     st.sampled_from(sums.EVERY),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:
@@ -195,7 +194,7 @@ def test_beside_tensor_parallel_loops(
 
 
 @given(st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_weights_of_any_shape(data: st.DataObject) -> None:
     """Of a few dtypes, sharded in either dim."""
     devices = data.draw(st.sampled_from([2, 4]))

@@ -18,7 +18,7 @@ from jhost.lowering.ir.statements import Communicate, Compute, Wait, walk
 from jhost.lowering.rules.properties import is_barrier
 from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import sums
-from tests.lowering.on_mesh import exact, four_and_two, on, program_of
+from tests.lowering.on_mesh import each_size, exact, on, program_of
 from tests.lowering.outside import gradients_of, kinds, layer, operands
 from tests.lowering.traced import array, lowered
 
@@ -184,7 +184,7 @@ def _on_scan(devices: int) -> dict[str, Any]:
 
 
 @each_way
-@four_and_two
+@each_size
 def test_a_scan_of_layers_is_exact(way: TransferForm, devices: int) -> None:
     args = [x.astype(t) for x, t in zip(_of_scan(devices), _DTYPES, strict=True)]
     with sums.moving(way):

@@ -25,7 +25,7 @@ from jhost.lowering.ir.statements import (
     Wait,
 )
 from tests import sums
-from tests.lowering.on_mesh import every_size, exact, on, program_of
+from tests.lowering.on_mesh import every_size, exact, on, program_of, sizes_and_counts
 from tests.lowering.outside import (
     gradients_of,
     kinds,
@@ -163,8 +163,7 @@ def test_who_needs_one_sum_waits_for_no_other() -> None:
 # --- Values ------------------------------------------------------------------------ #
 
 
-@every_size
-@pytest.mark.parametrize("count", [1, 2, 5])
+@sizes_and_counts
 def test_gradients_are_exact(devices: int, count: int) -> None:
     program = exact(
         gradients, *operands(2 * devices, count, WIDTH), **data_parallel(devices, count)
@@ -199,7 +198,7 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
     st.sampled_from(["off", "collective", "p2p"]),
     st.sampled_from(sums.EVERY),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:

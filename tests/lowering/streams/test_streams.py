@@ -269,7 +269,7 @@ def test_a_sum_over_the_streamed_dim_ends_its_loop() -> None:
     marks=st.sets(st.sampled_from(["before", "inside", "behind"]), min_size=1),
     pipeline=st.sampled_from(["p2p", "collective", "auto"]),
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_tokens_that_are_sequences_in_between_are_exact(
     devices: int, sequences: int, marks: set[str], pipeline: str
 ) -> None:
