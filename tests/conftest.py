@@ -246,12 +246,27 @@ NOT_THERE = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What the other half alone tries is not even imported."""
+    half: Any = config.getoption("half")
+    if half is None or config.option.keyword:
+        return None
+    place = collection_path.as_posix().removeprefix(f"{Path(__file__).parent}/")
+    stages = tuple(each for each in OLDEST if each.endswith("/"))
+    others = place.startswith(stages) if half else needs_newest(f"tests/{place}")
+    return True if others else None
+
+
+def needs_newest(name: str) -> bool:
+    return any(each in name for each in NOT_THERE)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     for item in items:
-        if any(name in item.nodeid for name in NOT_THERE):
+        if needs_newest(item.nodeid):
             item.add_marker("newest")
     if left_out := set() if config.option.keyword else _left_out(config, items):
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])

@@ -671,17 +671,17 @@ for _ in range(200):
 
 
 def test_many_processes_may_use_it_at_once(cache: Path, tmp_path: Path) -> None:
-    """Each writes and reads two hundred times; none ever sees half a file."""
+    """Both write and read two hundred times; neither ever sees half a file."""
     given = tmp_path / "given.json"
     given.write_text(tuned().to_json())
     command = [sys.executable, "-W", "error", "-c", _WRITER, str(given)]
     environment = os.environ | {"PYTHONPATH": str(Path(jhost.__file__).parents[1])}
     writers = [
         subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     said = [writer.communicate(timeout=120)[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0, 0], said
+    assert [writer.returncode for writer in writers] == [0, 0], said
     assert [path.parent.name for path in files(cache) if path != given] == ["tuning-2"]
 
 
