@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import re
@@ -359,6 +360,19 @@ def as_little_optimized_as_before() -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     yield
     assert jax.config.read("jax_disable_most_optimizations") == before
+
+
+@pytest.fixture
+def beside_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples import what stands next to them, as scripts do, and time one call."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    measure = importlib.import_module("measure")
+
+    def called_once(f: Callable[..., Any], *args: Any) -> float:
+        jax.block_until_ready(f(*args))
+        return 1.0
+
+    monkeypatch.setattr(measure, "milliseconds", called_once)
 
 
 @pytest.fixture

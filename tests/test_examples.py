@@ -174,9 +174,8 @@ Captured: TypeAlias = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs an example, which may import what stands next to it, as a script does."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+def run(beside_examples: None) -> Run:
+    """Runs an example."""
 
     def run(name: str, argv: Sequence[str]) -> None:
         runpy.run_path(str(EXAMPLES / name))["main"](argv)
@@ -239,11 +238,9 @@ def test_tokens_go_to_their_experts_and_back_in_one_loop(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("beside_examples")
 @with_flax
-def test_experts_learn_as_on_one_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
+def test_experts_learn_as_on_one_device(capsys: Captured) -> None:
     losses: Any = main_of("experts.py")(["--steps", "12"])
     assert losses[-1] < 0.7 * losses[0]
     (off,) = re.findall(r"gradients differ by (\S+)", capsys.readouterr().out)

@@ -26,9 +26,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the example defines; it imports what stands next to it, as a script does."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+def script(beside_examples: None) -> dict[str, Any]:
+    """What the example defines."""
     return runpy.run_path(str(EXAMPLES / "pipeline.py"))
 
 
