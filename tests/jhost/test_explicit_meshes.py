@@ -208,7 +208,11 @@ def test_a_batch_is_that_of_jax(mesh: Mesh, function: Function) -> None:
     assert_same(jax.vmap(f, (0, None))(xs, w), jax.vmap(g, (0, None))(xs, w))
 
 
-@every
+@pytest.mark.parametrize(
+    "function",
+    [resharded, dots, made, in_a_scan, automatic_inside, with_rules, streamed],
+    ids=lambda f: f.__name__,
+)
 def test_a_mesh_may_be_given(function: Function) -> None:
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     args = sharded(mesh)
