@@ -183,6 +183,7 @@ OLDEST = (
     "lowering/units/",
     "lowering/verify/",
     "test_benchmarks.py",
+    "test_names.py",
     "test_step_benchmark.py",
 )
 # What all stages together give, who ask nothing more of JAX: of these files each test
@@ -234,6 +235,7 @@ EITHER = (
     "runtime/test_nccl.py",
     "test_found_programs.py",
     "test_patterns.py",
+    "test_readme.py",
     "test_torch_step.py",
     "test_wheel.py",
 )
