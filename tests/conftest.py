@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import re
@@ -182,6 +183,7 @@ OLDEST = (
     "lowering/units/",
     "lowering/verify/",
     "test_benchmarks.py",
+    "test_names.py",
     "test_step_benchmark.py",
 )
 # What all stages together give, who ask nothing more of JAX: of these files each test
@@ -233,6 +235,7 @@ EITHER = (
     "runtime/test_nccl.py",
     "test_found_programs.py",
     "test_patterns.py",
+    "test_readme.py",
     "test_torch_step.py",
     "test_wheel.py",
 )
@@ -246,12 +249,27 @@ NOT_THERE = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What the other half alone tries is not even imported."""
+    half: Any = config.getoption("half")
+    if half is None or config.option.keyword:
+        return None
+    place = collection_path.as_posix().removeprefix(f"{Path(__file__).parent}/")
+    stages = tuple(each for each in OLDEST if each.endswith("/"))
+    others = place.startswith(stages) if half else needs_newest(f"tests/{place}")
+    return True if others else None
+
+
+def needs_newest(name: str) -> bool:
+    return any(each in name for each in NOT_THERE)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     for item in items:
-        if any(name in item.nodeid for name in NOT_THERE):
+        if needs_newest(item.nodeid):
             item.add_marker("newest")
     if left_out := set() if config.option.keyword else _left_out(config, items):
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
@@ -344,6 +362,19 @@ def as_little_optimized_as_before() -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     yield
     assert jax.config.read("jax_disable_most_optimizations") == before
+
+
+@pytest.fixture
+def beside_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples import what stands next to them, as scripts do, and time one call."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    measure = importlib.import_module("measure")
+
+    def called_once(f: Callable[..., Any], *args: Any) -> float:
+        jax.block_until_ready(f(*args))
+        return 1.0
+
+    monkeypatch.setattr(measure, "milliseconds", called_once)
 
 
 @pytest.fixture

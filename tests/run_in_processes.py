@@ -1,6 +1,8 @@
 """What one of several processes runs, and prints; `test_processes.py` reads it.
 
-run_in_processes.py SCENARIO PORT COUNT NUMBER
+run_in_processes.py SCENARIO,... PORT COUNT NUMBER
+
+The first scenario initializes, if any does; the others follow, with a line before each.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors
+from jhost.runtime import agreement
 
 ROW, COLUMN = P("tp"), P(None, "tp")
 SPECS = (ROW, COLUMN, ROW)
@@ -35,6 +38,26 @@ def initialize(port: str, count: str, number: str, **more: Any) -> None:
 
 def say(**found: Any) -> None:
     print(json.dumps(found), flush=True)
+
+
+def symmetric_buffers(*process: str) -> None:
+    initialize(*process, symmetric_buffers=True)
+    assert jax.device_count()
+    say(scenario="symmetric_buffers")
+    say(flags=os.environ["XLA_FLAGS"])
+
+
+def briefly_alive(*process: str) -> None:
+    """To the others, once nothing is heard of it."""
+    initialize(*process, heartbeat_timeout_seconds=10)
+
+
+def impatient() -> None:
+    agreement.set_timeout(2)
+
+
+def is_last() -> bool:
+    return jax.process_index() == jax.process_count() - 1
 
 
 def mesh_of(devices: list[Any]) -> Mesh:
@@ -136,12 +159,11 @@ DIFFERENTIATED = "block", "swiglu", "contracted", "experts", "layers"
 
 
 def pattern_runs(devices: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Each pattern by itself, and gradients in an outer `jax.jit`, by each pipeline."""
+    """Each pattern by a pipeline, each second one by the other; gradients in a jit."""
     mesh = mesh_of(devices)
-    for pipeline, name in itertools.product(("p2p", "collective"), PATTERNS):
-        if (name, pipeline) != ("experts", "p2p"):
-            for what, result in runs(name, pipeline, mesh):
-                yield f"{name}, {pipeline}, {what}", result
+    for name, pipeline in zip(PATTERNS, itertools.cycle(("p2p", "collective"))):
+        for what, result in runs(name, pipeline, mesh):
+            yield f"{name}, {what}", result
 
 
 def runs(name: str, pipeline: str, mesh: Mesh) -> Iterator[tuple[str, Any]]:
@@ -170,8 +192,7 @@ def digests(tree: Any) -> dict[str, str]:
     }
 
 
-def patterns(*process: str) -> None:
-    initialize(*process)
+def patterns() -> None:
     for what, result in pattern_runs(jax.devices()):
         say(**{what: digests(result)})
 
@@ -192,8 +213,7 @@ def hybrid_runs(mesh: Mesh) -> Iterator[tuple[str, Any]]:
         yield f"{fun.__name__}, gradients", gradients(*operands)
 
 
-def hybrid(*process: str) -> None:
-    initialize(*process)
+def hybrid() -> None:
     for what, result in hybrid_runs(hybrid_mesh()):
         say(**{what: digests(result)})
 
@@ -201,9 +221,8 @@ def hybrid(*process: str) -> None:
 # --- What goes wrong ---------------------------------------------------------------- #
 
 
-def loop(*process: str) -> None:
+def loop() -> None:
     """For ever, until somebody dies."""
-    initialize(*process, heartbeat_timeout_seconds=10)
     f = blocks_on(hybrid_mesh())
     while True:
         jax.block_until_ready(f())
@@ -219,13 +238,11 @@ def caught(f: Callable[[], Any]) -> None:
         say(error=type(error).__name__, text=str(error))
 
 
-def another_statement(port: str, count: str, number: str) -> None:
+def another_statement() -> None:
     """The last process has another activation."""
-    initialize(port, count, number)
-    is_last = number == str(int(count) - 1)
 
     def mine(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        activation = jnp.tanh if is_last else jnp.sin
+        activation = jnp.tanh if is_last() else jnp.sin
         return jhost.stream(activation(x @ up) @ down, axis=0)
 
     mesh = hybrid_mesh()
@@ -236,19 +253,18 @@ def another_statement(port: str, count: str, number: str) -> None:
     caught(partial(jax.grad(lambda *xs: f(*xs).sum()), *operands))
     caught(lambda: f.lower(*operands).compile()(*operands))
     # It was an error like any other: what follows works.
-    caught(blocks_on(jax.devices()))
+    caught(blocks_on(mesh))
 
 
-def differences(port: str, count: str, number: str) -> None:
+def differences() -> None:
     """Programs that differ in one way after another; the next is right again."""
-    initialize(port, count, number)
-    another_parameter(number)
-    another_executable(is_last=number == str(int(count) - 1))
+    another_parameter(is_first=jax.process_index() == 0)
+    another_executable(is_last())
 
 
-def another_parameter(number: str) -> None:
+def another_parameter(is_first: bool) -> None:
     """A difference that the printed program does not show, then one of options."""
-    precision = jax.lax.Precision.HIGHEST if number == "0" else None
+    precision = jax.lax.Precision.HIGHEST if is_first else None
 
     def mine(x: jax.Array) -> jax.Array:
         return jhost.stream(jnp.matmul(x, x, precision=precision), 0)
@@ -257,10 +273,10 @@ def another_parameter(number: str) -> None:
     x = placed(mesh, (16, 16), ROW, seed=0)
     how: dict[str, Any] = {"mesh": mesh, "in_shardings": ROW, "pipeline": "p2p"}
     caught(partial(jhost.jit(mine, **how), x))
-    options = {"xla_cpu_enable_fast_math": number == "0"}
+    options = {"xla_cpu_enable_fast_math": is_first}
     caught(blocks_on(jax.devices(), compiler_options=options))
     # Dumps are for one process to ask for.
-    dump = {"xla_dump_to": "/dev/null"} if number == "0" else {}
+    dump = {"xla_dump_to": "/dev/null"} if is_first else {}
     caught(blocks_on(jax.devices(), compiler_options=dump))
 
 
@@ -286,45 +302,32 @@ def another_executable(is_last: bool) -> None:
         caught(partial(jhost.jit(mine, **how, static_argnums=1), x, tag))
 
 
-def another_order(port: str, count: str, number: str) -> None:
-    initialize(port, count, number)
+def another_order() -> None:
     pipelines = ("p2p", "collective")
-    for pipeline in pipelines if number == "0" else pipelines[::-1]:
+    for pipeline in pipelines if jax.process_index() == 0 else pipelines[::-1]:
         caught(blocks_on(jax.devices(), pipeline=pipeline))
 
 
-def absent(port: str, count: str, number: str) -> None:
-    """The last process runs nothing, but stays until the others have given up."""
-    initialize(port, count, number, program_timeout_seconds=2)
-    f = blocks_on(jax.devices())
-    if number != str(int(count) - 1):
+def absent() -> None:
+    """The last process runs nothing; the others wait for it, and give up."""
+    f = blocks_on(jax.devices(), pipeline="collective")
+    if not is_last():
         caught(f)
 
 
-def page(port: str, count: str, number: str) -> None:
-    """An example of docs/errors.md, with what stands before it."""
-    preamble, example = json.load(sys.stdin)
-    if preamble:
-        initialize(port, count, number, program_timeout_seconds=2)
-    namespace: dict[str, Any] = {}
-    exec(preamble, namespace)
-    caught(partial(exec, example, namespace))
+def page(*_: str) -> None:
+    """Examples of docs/errors.md, each with what stands before all of them."""
+    preamble, *examples = json.load(sys.stdin)
+    for example in examples:
+        # The two examples of an error may be of one program.
+        agreement._meetings.agreed.clear()  # pyright: ignore[reportPrivateUsage]
+        namespace: dict[str, Any] = {}
+        exec(preamble, namespace)
+        caught(partial(exec, example, namespace))
 
 
-def late(*process: str) -> None:
-    jax.device_count()
-    caught(lambda: initialize(*process))
-
-
-def twice(*process: str) -> None:
-    initialize(*process)
-    caught(lambda: initialize(*process))
-
-
-def symmetric_buffers(*process: str) -> None:
-    initialize(*process, symmetric_buffers=True)
-    assert jax.device_count()
-    say(flags=os.environ["XLA_FLAGS"])
+def twice() -> None:
+    caught(partial(initialize, "localhost:1", "2", "0"))
 
 
 # --- What they measure -------------------------------------------------------------- #
@@ -333,12 +336,13 @@ def symmetric_buffers(*process: str) -> None:
 def calibrates(port: str, count: str, number: str) -> None:
     """Together, by the command; then each goes by it."""
     from jhost import __main__
-    from jhost._calibrate import between, measure
+    from jhost._calibrate import between, calibrate, measure
     from jhost._calibration_holds import rates_here
     from jhost.runtime.devices import devices_of
 
     measure.SIZES = between.SIZES = (1 << 19, 1 << 20)
     measure._LONG = 4  # pyright: ignore[reportPrivateUsage]
+    calibrate._ON_CPU["budget"] = 0.002  # pyright: ignore[reportPrivateUsage]
     address = f"localhost:{port}"
     __main__.main(["calibrate", "--process", address, count, number])
     rates = rates_here(devices_of(mesh_of(jax.devices())))
@@ -350,18 +354,15 @@ def calibrates(port: str, count: str, number: str) -> None:
 # --- How often processes meet ----------------------------------------------------- #
 
 
-def meetings(port: str, count: str, number: str) -> None:
+def met() -> int:
+    return sum(agreement._meetings.counts.values())  # pyright: ignore
+
+
+def meetings() -> None:
     """Only to compare what is about to run and was not compared before."""
-    from jhost.runtime import agreement
-
-    initialize(port, count, number)
-
-    def met() -> int:
-        return sum(agreement._meetings.counts.values())  # pyright: ignore
-
     f, again = blocks_on(jax.devices()), blocks_on(jax.devices())
     seen: dict[str, int] = {}
-    if number == "0":  # alone
+    if jax.process_index() == 0:  # alone
         function: Any = f.func
         print(jhost.explain(function, *f.args), file=sys.stderr)
         function.lower(*f.args).compile().as_text()
@@ -370,17 +371,30 @@ def meetings(port: str, count: str, number: str) -> None:
     jax.block_until_ready([f() for _ in range(3)])
     seen["called"] = met()
     jax.block_until_ready(again())
-    jax.clear_caches() if number == "0" else None
+    jax.clear_caches() if jax.process_index() == 0 else None
     jax.block_until_ready(f())
     seen["compiled twice"] = met()
-    inner = [d for d in jax.devices() if d.process_index < int(count) // 2]
-    if jax.process_index() < int(count) // 2:
+    half = jax.process_count() // 2
+    inner = [d for d in jax.devices() if d.process_index < half]
+    if jax.process_index() < half:
         jax.block_until_ready(blocks_on(inner)())
     seen["called on half of the devices"] = met()
-    jax.block_until_ready(blocks_on(jax.local_devices())())
-    seen["called on its own devices"] = met()
     say(**seen)
 
 
+def on_their_own() -> None:
+    before = met()
+    jax.block_until_ready(blocks_on(jax.local_devices())())
+    say(met=met() - before)
+
+
+def main(scenarios: str, *process: str) -> None:
+    first, *others = scenarios.split(",")
+    globals()[first](*process)
+    for name in others:
+        say(scenario=name)
+        globals()[name]()
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(*sys.argv[1:])

@@ -12,34 +12,31 @@ ROOT = Path(__file__).parents[1]
 
 
 @functools.cache
-def modules() -> tuple[Path, ...]:
+def definitions() -> tuple[tuple[str, ast.ClassDef | ast.AnnAssign], ...]:
+    """Classes and annotated names with their files, by their places in the tree."""
     folders = [ROOT / name for name in ("jhost", "lowering", "runtime")]
     return tuple(
-        path
+        (str(path.relative_to(ROOT)), node)
         for folder in folders
         for path in sorted(folder.rglob("*.py"))
         if not any(part.is_symlink() for part in path.parents)
-    )
-
-
-@functools.cache
-def classes() -> tuple[tuple[str, ast.ClassDef], ...]:
-    """Each class with its file, by its place in the tree and not by a link to it."""
-    return tuple(
-        (str(path.relative_to(ROOT)), node)
-        for path in modules()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
+        if isinstance(node, (ast.ClassDef, ast.AnnAssign))
     )
 
 
-@functools.cache
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """Each class with its file."""
+    for path, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            yield path, node
+
+
 def aliases() -> tuple[tuple[str, str, int], ...]:
     """The file of each type alias, its name and its line."""
     return tuple(
-        (str(path.relative_to(ROOT)), node.target.id, node.lineno)
-        for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        (path, node.target.id, node.lineno)
+        for path, node in definitions()
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
         and isinstance(node.annotation, ast.Name)

@@ -28,6 +28,8 @@ SCRIPT = Path(__file__).parent / "run_in_processes.py"
 LIMIT = 240
 
 Process: TypeAlias = "subprocess.Popen[str]"
+Lines: TypeAlias = list[list[dict[str, Any]]]
+"""What each process said."""
 
 ERRORS = list(blocks(DOCS / "errors.md"))
 PREAMBLE = ERRORS[0].text
@@ -69,9 +71,7 @@ def started(scenario: str, count: int, devices: int = 2) -> Generator[list[Proce
             process.communicate()
 
 
-def said(
-    scenario: str, count: int, devices: int = 2, told: str = ""
-) -> list[list[dict[str, Any]]]:
+def said(scenario: str, count: int, devices: int = 2, told: str = "") -> Lines:
     """What each process said; all of them ended well."""
     with started(scenario, count, devices) as processes:
         for process in processes:
@@ -89,6 +89,71 @@ def spoken(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in lines if line.startswith("{"))
 
 
+def by_scenario(processes: Lines) -> dict[str, Lines]:
+    """What each process said in each of the scenarios that it went through."""
+    found: dict[str, Lines] = {}
+    for number, lines in enumerate(processes):
+        now: list[dict[str, Any]] = []
+        for line in lines:
+            if "scenario" in line:
+                each = found.setdefault(line["scenario"], [[] for _ in processes])
+                now = each[number]
+            else:
+                now.append(line)
+    return found
+
+
+# A process takes longer to start than most of what it runs here: so a few go through
+# many scenarios, one after another.
+
+
+@pytest.fixture(scope="module")
+def of_two() -> dict[str, Lines]:
+    """Of two processes with two devices each."""
+    scenarios = (
+        "symmetric_buffers,twice,another_order,differences,page,patterns,hybrid,"
+        "on_their_own"
+    )
+    return by_scenario(said(scenarios, 2, told=examples("ProcessMismatchError")))
+
+
+def examples(error: str) -> str:
+    """What stands before all examples of the page, and those of an error."""
+    texts = [block.text for block in ERRORS if block.heading == error]
+    if error == "ProcessTimeoutError":
+        texts.reverse()  # one of the processes does not wait for the other's error
+    return json.dumps([PREAMBLE, *texts])
+
+
+@pytest.fixture(scope="module")
+def of_four() -> dict[str, Lines]:
+    """Of four processes with a device each, of which the third is killed in a loop."""
+    scenarios = "briefly_alive,meetings,hybrid,another_statement,impatient,absent,loop"
+    with started(scenarios, 4, devices=1) as processes:
+        found = by_scenario([until_they_loop(process) for process in processes])
+        found["ends"] = [ends_of_the_others(processes, 2, signal.SIGKILL)]
+    return found
+
+
+def until_they_loop(process: Process) -> list[dict[str, Any]]:
+    """What a process says before its loop, of which it then has run three turns."""
+    assert process.stdout is not None
+    lines, ran = spoken(process.stdout), {"ran": True}
+    before = list(itertools.takewhile(lambda line: line != ran, lines))
+    assert list(itertools.islice(lines, 2)) == [ran] * 2, before
+    return before
+
+
+def ends_of_the_others(
+    processes: Sequence[Process], victim: int, by: signal.Signals
+) -> list[dict[str, Any]]:
+    processes[victim].send_signal(by)
+    others = [p for n, p in enumerate(processes) if n != victim]
+    errs = [process.communicate(timeout=LIMIT)[1] for process in others]
+    pairs = zip(others, errs, strict=True)
+    return [{"code": process.returncode, "err": err} for process, err in pairs]
+
+
 def merged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: found for line in lines for name, found in line.items()}
 
@@ -96,15 +161,16 @@ def merged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # --- Right ------------------------------------------------------------------------ #
 
 
-def test_patterns_give_the_bits_that_one_process_gives() -> None:
+def test_patterns_give_the_bits_that_one_process_gives(
+    of_two: dict[str, Lines],
+) -> None:
     """Values, and gradients of the larger ones in an outer jit, by either pipeline.
 
     Of two devices of a process, one sends to the other and one to another process.
     """
-    several = together(map(merged, said("patterns", 2)))
     alone = {n: digests(found) for n, found in pattern_runs(jax.devices()[:4])}
-    assert len(alone) == (10 + 4) + (11 + 5)
-    assert several == alone
+    assert len(alone) == 11 + 5
+    assert together(map(merged, of_two["patterns"])) == alone
 
 
 def together(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
@@ -118,48 +184,65 @@ def together(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
     return parts
 
 
-def test_data_and_tensor_parallelism_give_the_bits_of_one_process() -> None:
+def test_data_and_tensor_parallelism_give_the_bits_of_one_process(
+    of_two: dict[str, Lines], of_four: dict[str, Lines]
+) -> None:
     """tp within a process, and over two; weights lie on all devices."""
     mesh = distributed.make_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
     alone = {name: digests(result) for name, result in hybrid_runs(mesh)}
     assert len(alone) == 4
-    for count, devices in ((2, 2), (4, 1)):
-        assert together(map(merged, said("hybrid", count, devices))) == alone
+    for several in (of_two, of_four):
+        assert together(map(merged, several["hybrid"])) == alone
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Lines, Path]:
+    """What two processes say that calibrate, and the folder they keep it in.
+
+    They then go through the examples of the page that wait for each other.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    told = examples("ProcessTimeoutError")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JHOST_CACHE_DIR", str(cache))
+        return said("calibrates,impatient,page", 2, told=told), cache
 
 
 def test_processes_calibrate_the_network_between_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    calibrated: tuple[Lines, Path],
 ) -> None:
     """And all go by what process 0 found, which its folder keeps."""
-    monkeypatch.setenv("JHOST_CACHE_DIR", str(tmp_path))
-    (one,), (other,) = said("calibrates", 2, devices=2)
+    said, folder = calibrated
+    one, other = (lines[0] for lines in said)
     assert one == other
     assert 1e6 < one["bandwidth"] < 1e12
     assert 0 <= one["latency"] < 1
     assert 0 <= one["taken"] <= 1
-    (kept,) = tmp_path.rglob("calibration-*/*.json")
+    (kept,) = folder.rglob("calibration-*/*.json")
     conditions = json.loads(kept.read_text())["conditions"]
     assert conditions["processes"] == 2
 
 
-def test_processes_meet_once_for_a_program() -> None:
-    found = [merged(lines) for lines in said("meetings", 4)]
-    for number, counts in enumerate(found):
-        inner = 1 if number < 2 else 0
+def test_processes_meet_once_for_a_program(
+    of_two: dict[str, Lines], of_four: dict[str, Lines]
+) -> None:
+    for number, counts in enumerate(map(merged, of_four["meetings"])):
         assert counts == {
             "explained, lowered, compiled and traced": 0,
             "called": 1,
             "compiled twice": 1,
-            "called on half of the devices": 1 + inner,
-            "called on its own devices": 1 + inner,
+            "called on half of the devices": 2 if number < 2 else 1,
         }
+    assert of_two["on_their_own"] == [[{"met": 0}]] * 2
 
 
 # --- Different programs ------------------------------------------------------------ #
 
 
-def test_a_process_with_another_statement_is_named_by_all() -> None:
-    ends = said("another_statement", 4, devices=1)
+def test_a_process_with_another_statement_is_named_by_all(
+    of_four: dict[str, Lines],
+) -> None:
+    ends = of_four["another_statement"]
     assert all(lines == ends[0] for lines in ends)
     called, jitted, gradient, compiled, last = ends[0]
     usual = "processes 0, 1, 2"
@@ -174,10 +257,10 @@ def test_a_process_with_another_statement_is_named_by_all() -> None:
     assert last["error"] is None
 
 
-@pytest.fixture(scope="module")
-def differences() -> list[dict[str, Any]]:
+@pytest.fixture
+def differences(of_two: dict[str, Lines]) -> list[dict[str, Any]]:
     """What two processes say whose programs differ in one way after another."""
-    ends = said("differences", 2)
+    ends = of_two["differences"]
     assert ends[0] == ends[1]
     return ends[0]
 
@@ -205,15 +288,17 @@ def test_what_else_makes_an_executable_is_named(
     assert of_an_object == {"error": None}
 
 
-def test_another_order_of_programs_is_an_error_in_all() -> None:
-    ends = said("another_order", 2)
+def test_another_order_of_programs_is_an_error_in_all(
+    of_two: dict[str, Lines],
+) -> None:
+    ends = of_two["another_order"]
     assert ends[0] == ends[1]
     assert [line["error"] for line in ends[0]] == ["ProcessMismatchError"] * 2
     assert "in block: `result: f32" in ends[0][0]["text"]
 
 
-def test_who_does_not_come_is_named() -> None:
-    *waiting, last = said("absent", 4, devices=1)
+def test_who_does_not_come_is_named(of_four: dict[str, Lines]) -> None:
+    *waiting, last = of_four["absent"]
     assert last == []
     for (line,) in waiting:
         assert line["error"] == "ProcessTimeoutError"
@@ -222,68 +307,69 @@ def test_who_does_not_come_is_named() -> None:
         assert line["text"].count("* process") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "preamble", "count", "raising"),
-    [
-        ("ProcessMismatchError", PREAMBLE, 2, 2),
-        ("ProcessTimeoutError", PREAMBLE, 2, 1),
-        ("InitializeError", "", 1, 1),
-    ],
-)
-def test_the_first_example_of_the_page_raises_and_the_second_runs(
-    name: str, preamble: str, count: int, raising: int
+def test_one_example_of_the_page_raises_and_the_other_runs(
+    of_two: dict[str, Lines], calibrated: tuple[Lines, Path]
 ) -> None:
-    wrong, right = (block.text for block in ERRORS if block.heading == name)
-    for example, wanted in (
-        (wrong, [name] * raising + [None] * (count - raising)),
-        (right, [None] * count),
+    late = by_scenario(calibrated[0])["page"]
+    for ends, raised in (
+        (of_two["page"], [["ProcessMismatchError"] * 2, [None, None]]),
+        (late, [[None, None], ["ProcessTimeoutError", None]]),
     ):
-        ends = said("page", count, told=json.dumps([preamble, example]))
-        assert [line["error"] for (line,) in ends] == wanted
+        turns = zip(*ends, strict=True)
+        assert [[line["error"] for line in turn] for turn in turns] == raised
 
 
 # --- Deaths ------------------------------------------------------------------------ #
 
 
 @pytest.mark.parametrize(
-    ("count", "victim", "by"),
+    ("victim", "by"),
     [
-        (2, 0, signal.SIGKILL),  # which runs the coordination service
-        (4, 2, signal.SIGKILL),
-        (2, 1, signal.SIGSTOP),
+        (0, signal.SIGKILL),  # which runs the coordination service
+        (1, signal.SIGSTOP),
     ],
 )
-def test_when_a_process_dies_in_a_loop_the_others_end(
-    count: int, victim: int, by: signal.Signals
+def test_when_a_process_dies_in_a_loop_the_other_ends(
+    victim: int, by: signal.Signals
 ) -> None:
     """After ten seconds without a heartbeat, though collectives wait for ever."""
-    with started("loop", count, devices=4 // count) as processes:
+    with started("briefly_alive,loop", 2) as processes:
         for process in processes:
-            assert process.stdout is not None
-            lines = itertools.islice(spoken(process.stdout), 3)
-            assert list(lines) == [{"ran": True}] * 3
-        processes[victim].send_signal(by)
-        others = [p for n, p in enumerate(processes) if n != victim]
-        ends = [process.communicate(timeout=LIMIT) for process in others]
-    for process, (_, err) in zip(others, ends, strict=True):
-        assert process.returncode != 0
-        assert "another task died" in err or "Connection closed by peer" in err
+            until_they_loop(process)
+        (end,) = ends_of_the_others(processes, victim, by)
+    assert died_with_another(end)
+
+
+def test_when_one_of_four_dies_in_a_loop_the_others_end(
+    of_four: dict[str, Lines],
+) -> None:
+    (ends,) = of_four["ends"]
+    assert list(map(died_with_another, ends)) == [True] * 3
+
+
+def died_with_another(end: dict[str, Any]) -> bool:
+    texts = "another task died", "Connection closed by peer"
+    return end["code"] != 0 and any(text in end["err"] for text in texts)
 
 
 # --- Initializing ------------------------------------------------------------------ #
 
 
-@pytest.mark.parametrize(
-    ("scenario", "text"),
-    [
-        ("late", "comes too late: JAX has started its backend"),
-        ("twice", "Call it once"),
-    ],
-)
-def test_initialize_is_early_and_once(scenario: str, text: str) -> None:
-    ((line,),) = said(scenario, 1)
-    assert line["error"] == "InitializeError"
-    assert text in line["text"]
+def test_initialize_is_early() -> None:
+    """As the page shows."""
+    wrong, right = (b.text for b in ERRORS if b.heading == "InitializeError")
+    (((late,),), ((early,),)) = (
+        said("page", 1, told=json.dumps(["", example])) for example in (wrong, right)
+    )
+    assert late["error"] == "InitializeError"
+    assert "comes too late: JAX has started its backend" in late["text"]
+    assert early["error"] is None
+
+
+def test_initialize_is_called_once(of_two: dict[str, Lines]) -> None:
+    for (line,) in of_two["twice"]:
+        assert line["error"] == "InitializeError"
+        assert "Call it once" in line["text"]
 
 
 def test_initialize_is_too_late_once_there_are_devices() -> None:
@@ -312,9 +398,9 @@ def test_flags_of_the_user_stand() -> None:
     assert with_flags(f"--{name}=false", SYMMETRIC_BUFFERS) == f"--{name}=false"
 
 
-def test_xla_takes_the_settings_of_the_process() -> None:
+def test_xla_takes_the_settings_of_the_process(
+    of_two: dict[str, Lines],
+) -> None:
     """An unknown name among them would end the process when JAX starts its backend."""
-    (lines,) = said("symmetric_buffers", 1)
-    assert lines == [
-        {"flags": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"}
-    ]
+    flags = "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"
+    assert of_two["symmetric_buffers"] == [[{"flags": flags}]] * 2

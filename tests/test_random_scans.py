@@ -12,6 +12,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -85,30 +86,6 @@ CONDITION_OF_ACTIVATIONS = dataclasses.replace(
     st.booleans(),
     st.booleans(),
 )
-@hypothesis.example(
-    case=OFFLOADED_NOTHING,
-    way=None,
-    work=False,
-    within=True,
-    little=True,
-    compiled=True,
-)
-@hypothesis.example(
-    case=FOUND_AND_LAID_OUT_ANEW,
-    way=None,
-    work=False,
-    within=True,
-    little=True,
-    compiled=True,
-)
-@hypothesis.example(
-    case=CONDITION_OF_ACTIVATIONS,
-    way="permutes",
-    work=False,
-    within=False,
-    little=True,
-    compiled=True,
-)
 def test_random_scans_equal_the_plain_function(
     case: ScanCase,
     way: TransferForm | None,
@@ -121,6 +98,32 @@ def test_random_scans_equal_the_plain_function(
 
     Nor do chunks of whatever moves change it, in loops that nobody asked for.
     """
+    check(case, way, work, within, little, compiled)
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "within"),
+    [
+        (OFFLOADED_NOTHING, None, True),
+        (FOUND_AND_LAID_OUT_ANEW, None, True),
+        (CONDITION_OF_ACTIVATIONS, "permutes", False),
+    ],
+    ids=["offloaded nothing", "laid out anew", "condition of activations"],
+)
+def test_scans_that_once_did_not(
+    case: ScanCase, way: TransferForm | None, within: bool
+) -> None:
+    check(case, way, work=False, within=within, little=True, compiled=True)
+
+
+def check(
+    case: ScanCase,
+    way: TransferForm | None,
+    work: bool,
+    within: bool,
+    little: bool,
+    compiled: bool,
+) -> None:
     case.count()
     expected = case.by(jax.jit)(*case.arguments())
     hypothesis.assume(largest(expected) <= case.exact)

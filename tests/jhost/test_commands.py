@@ -32,6 +32,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor copies between the devices, whose rates are no matter here."""
+    monkeypatch.setattr(links, "_LINK_BYTES", 1 << 20)
+
+
 # --- doctor ------------------------------------------------------------------------- #
 
 

@@ -101,8 +101,9 @@ INSIDE: dict[str, Callable[[Call], Call]] = {
 }
 
 
-@pytest.mark.parametrize("by_jhost", [False, True], ids=["jit", "jhost"])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("devices", "by_jhost"), [(1, False), (4, True)], ids=["jit", "jhost"]
+)
 @pytest.mark.parametrize("place", INSIDE)
 def test_an_exported_program_inside(place: str, devices: int, by_jhost: bool) -> None:
     function = INSIDE[place](exported(devices, by_jhost).call)

@@ -207,14 +207,31 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+WITHOUT_A_MESH = (
+    "scan",
+    "cond",
+    "checkpoint",
+    "custom_jvp",
+    "custom_vjp",
+    "custom_partitioning",
+    "custom_linear_solve",
+    "io_callback",
+    "shard_map",
+    "states",
+)
+"""What jhost hands to JAX in ways of their own; other operations are as with a mesh."""
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        pytest.param(SETTINGS["no mesh"], id="no mesh", marks=pytest.mark.slow),
-        pytest.param(SETTINGS["sharded"], id="sharded"),
+        *(pytest.param(n, SETTINGS["sharded"], id=f"{n}-sharded") for n in PROGRAMS),
+        *(
+            pytest.param(n, SETTINGS["no mesh"], id=f"{n}-no mesh")
+            for n in WITHOUT_A_MESH
+        ),
     ],
 )
-@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_function_in_another_gives_what_it_gives_by_itself(
     name: str, settings: Callable[[], dict[str, Any]]
 ) -> None:

@@ -122,8 +122,8 @@ def check(
 
 @pytest.mark.parametrize(
     ("axes", "around"),
-    # Inside of one on four devices are all tests below.
-    [*((axes, True) for axes in MESHES), ("2 x 2", False)],
+    # On four devices in a row are all tests below.
+    [("1", True), ("2", True), ("2 x 2", True), ("2 x 2", False)],
 )
 def test_all_is_as_by_every_expert(axes: str, around: bool) -> None:
     """Gated in the one, plain in the other."""
@@ -132,13 +132,12 @@ def test_all_is_as_by_every_expert(axes: str, around: bool) -> None:
     check(layer, tokens(), mesh, tolerance=1e-5, around=around)
 
 
-@pytest.mark.parametrize("top_k", [1, 8])
-def test_any_number_of_experts_for_a_token(top_k: int) -> None:
+@pytest.mark.parametrize(("top_k", "normalize"), [(1, False), (8, True)])
+def test_any_number_of_experts_for_a_token(top_k: int, normalize: bool) -> None:
     """Also more than a device has, and all."""
     mesh = mesh_of(ep=4)
-    for normalize in (True, False):
-        layer = made(mesh, 8, 16, 8, top_k=top_k, normalize=normalize)
-        check(layer, tokens(), mesh, tolerance=1e-5)
+    layer = made(mesh, 8, 16, 8, top_k=top_k, normalize=normalize)
+    check(layer, tokens(), mesh, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("expert", [0, 7])
@@ -212,7 +211,7 @@ def mixtures(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.slow
 @given(mixtures())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_mixture(drawn: dict[str, Any]) -> None:
     mesh = mesh_of(ep=drawn["devices"])
 
@@ -315,7 +314,8 @@ def test_without_a_mesh_and_without_jit() -> None:
     there = made(mesh_of(ep=4), 8, 16, 8)
     for result in (layer(x), there(x)):
         chex.assert_trees_all_close(result, wanted, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(layer(x[0, 0]), wanted[0, 0], rtol=1e-5, atol=1e-5)
+    token = jax.jit(call)(layer, x[0, 0])
+    chex.assert_trees_all_close(token, wanted[0, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_jit_without_a_mesh_closes_over_the_layer() -> None:
@@ -334,7 +334,7 @@ def test_a_jit_without_a_mesh_closes_over_the_layer() -> None:
 def test_on_a_mesh_with_explicit_axes() -> None:
     mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Explicit,))
     layer, x = made(mesh, 8, 16, 8), tokens()
-    wanted = dense(jax.tree.map(np.asarray, layer), x)
+    wanted = jax.jit(dense)(jax.tree.map(np.asarray, layer), x)
     x = jax.device_put(x, NamedSharding(mesh, P(None, "ep")))
     for jit in (jax.jit, functools.partial(jhost.jit, mesh=mesh)):
         with jax.set_mesh(mesh):
@@ -415,13 +415,14 @@ def test_both_exchanges_move_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_load_is_balanced_where_all_are_chosen_alike() -> None:
     layer, x = made(mesh_of(ep=4), 8, 16, 8, top_k=8), tokens()
-    np.testing.assert_allclose(layer.load_balance(x), 1, rtol=1e-6)
+    balance = jax.jit(lambda layer, x: layer.load_balance(x))
+    np.testing.assert_allclose(balance(layer, x), 1, rtol=1e-6)
 
     def one(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         return jnp.zeros(shape, dtype).at[:, 3].set(50)
 
     layer = made(None, 8, 16, 8, top_k=1, router_init=one)
-    np.testing.assert_allclose(layer.load_balance(jnp.abs(x)), 8, rtol=1e-6)
+    np.testing.assert_allclose(balance(layer, jnp.abs(x)), 8, rtol=1e-6)
 
 
 def test_the_load_balance_is_switch_transformers() -> None:

@@ -289,6 +289,7 @@ def scanning(drawn: dict[str, Any]) -> Callable[..., Array]:
 
 
 @pytest.mark.slow
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(scans())
 def test_gradients_through_scans_of_any_formula(drawn: dict[str, Any]) -> None:
     f = scanning(drawn)
@@ -328,5 +329,6 @@ def test_derivatives_of_what_a_scan_stacks(derivative: Callable[[Any], Any]) -> 
     def loss(fun: Callable[..., Array]) -> Callable[[Array], Array]:
         return lambda x: jnp.sum(jnp.sin(fun(x, *weights)))
 
-    given, wanted = (derivative(loss(fun))(rows) for fun in (hosted, layers))
+    given = derivative(loss(hosted))(rows)
+    wanted = jax.jit(derivative(loss(layers)))(rows)
     chex.assert_trees_all_close(given, wanted, rtol=1e-4, atol=1e-6)

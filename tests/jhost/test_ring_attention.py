@@ -41,8 +41,12 @@ def attention(**how: Any) -> Callable[..., jax.Array]:
 def operands(tokens: int, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
     """Queries, keys, values, and a cotangent."""
     shapes = [(BATCH, tokens, n, SIZE) for n in (HEADS, SHARED, SHARED, HEADS)]
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+    return [normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+
+
+def normal(*shape: int, seed: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jax.device_put(values.astype(dtype))
 
 
 def with_gradients(f: Callable[..., jax.Array], *args: jax.Array) -> Any:
@@ -88,20 +92,19 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "chunks", "mask"),
+    ("pipeline", "devices", "chunks", "mask"),
     [
-        ("p2p", None, "all"),
-        ("p2p", None, "causal"),
-        ("p2p", 8, "causal"),
-        ("p2p", None, "window"),
-        ("collective", 2, "window"),
+        ("p2p", 4, "auto", "all"),
+        ("p2p", 4, "auto", "window"),
+        ("p2p", 2, 4, "causal"),  # in pieces
+        ("collective", 2, 2, "window"),
     ],
 )
 def test_keys_go_around_in_one_loop_each_way(
-    pipeline: Any, chunks: int | None, mask: str
+    pipeline: Any, devices: int, chunks: Any, mask: str
 ) -> None:
-    plain, args = attention(**MASKS[mask]), operands(32)
-    f = ring(plain, pipeline=pipeline, chunks=chunks or "auto")
+    plain, args = attention(**MASKS[mask]), operands(8 * devices)
+    f = ring(plain, {"sp": devices}, pipeline=pipeline, chunks=chunks)
     assert_as_plain(f, plain, *args)
     explanation = jhost.explain(lambda *args: with_gradients(f, *args), *args)
     assert explanation.loops == 2
@@ -120,8 +123,7 @@ def test_lengths_are_those_of_the_whole(mask: str) -> None:
     f, args = ring(attention(**MASKS[mask], **lengths)), operands(32)
     plain = partial(plain_attention.attention, **MASKS[mask], **lengths)
     wide = [x.astype(np.float32) for x in args]
-    y, pull = jax.vjp(plain, *wide[:-1])
-    assert_close(with_gradients(f, *args), (y, pull(wide[-1])))
+    assert_close(with_gradients(f, *args), with_gradients(plain, *wide))
     kinds = {row.kind for row in jhost.explain(f, *args[:3]).communications}
     assert kinds == {"CollectivePermute"}
 
@@ -188,9 +190,8 @@ def test_in_a_scan_over_layers(again: bool) -> None:
         return jax.lax.scan(jax.checkpoint(layer) if again else layer, x, w)[0]
 
     width = 2 * SIZE
-    keys = jax.random.split(jax.random.key(1), 3)
-    x, dy = (jax.random.normal(k, (2, 16, width), jnp.bfloat16) for k in keys[:2])
-    w = jax.random.normal(keys[2], (2, width, 2 * width), jnp.bfloat16) / 8
+    x, dy = (normal(2, 16, width, seed=n) for n in range(2))
+    w = normal(2, width, 2 * width, seed=2) / 8
     f = ring(layers, ins=(ROWS, P()))
     assert_as_plain(f, layers, x, w, dy)
     assert jhost.explain(f, x, w).loops == 1
@@ -210,11 +211,10 @@ def test_a_scan_stacks_parts_of_the_keys() -> None:
 
         return jax.grad(loss, (0, 1))(x, w)
 
-    keys = jax.random.split(jax.random.key(1), 2)
-    x = jax.random.normal(keys[0], (2, 16, 4 * SIZE), jnp.bfloat16)
-    w = jax.random.normal(keys[1], (3, 4 * SIZE, 5 * SIZE), jnp.bfloat16) / 8
+    x = normal(2, 16, 4 * SIZE, seed=0)
+    w = normal(3, 4 * SIZE, 5 * SIZE, seed=1) / 8
     f = ring(gradients, ins=(ROWS, P()), outs=(ROWS, P()))
-    found, wanted = f(x, w), gradients(x, w)
+    found, wanted = f(x, w), jax.jit(gradients)(x, w)
     for one, other in zip(found, wanted, strict=True):
         one, other = (np.asarray(each, np.float32) for each in (one, other))
         np.testing.assert_allclose(one, other, atol=2e-2 * np.max(np.abs(other)))
@@ -230,7 +230,7 @@ def test_batched_and_its_gradient() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from([1, 2, 4]))
@@ -251,7 +251,7 @@ def test_keys_are_not_kept_whole_for_the_backward() -> None:
         return y, pull(args[-1])
 
     f = ring(step)
-    chex.assert_trees_all_close(f(*args), ring(step, pipeline="off")(*args), atol=5e-2)
+    chex.assert_trees_all_close(f(*args), jax.jit(step)(*args), atol=5e-2)
     text = str(f.lower(*args).host_ir)
     assert text.count("shift=3 - i") == 4  # keys and values, for either way
     whole = f"bf16[{BATCH}, 16~s0, {SHARED}, {SIZE}]"
@@ -283,7 +283,7 @@ def test_parts_of_keys_may_end_where_those_of_queries_do_not() -> None:
     plain, args = attention(is_causal=True), operands(20)
     batches = P("sp"), ROWS, ROWS
     f = ring(plain, {"sp": 2}, batches, P("sp"), chunks=6)
-    chex.assert_trees_all_close(f(*args[:3]), plain(*args[:3]), atol=2e-2)
+    chex.assert_trees_all_close(f(*args[:3]), jax.jit(plain)(*args[:3]), atol=2e-2)
 
 
 @pytest.mark.parametrize(("window", "steps"), [(1, 1), (9, 1), (10, 2), (64, 3)])
@@ -291,7 +291,7 @@ def test_a_window_reaches_the_nearest_devices_alone(window: int, steps: int) -> 
     """Each device has 8 keys, of which those before a query's own count the window."""
     plain = attention(is_causal=True, local_window_size=(window - 1, 0))
     f, args = ring(plain), operands(32)
-    chex.assert_trees_all_close(f(*args[:3]), plain(*args[:3]), atol=2e-2)
+    chex.assert_trees_all_close(f(*args[:3]), jax.jit(plain)(*args[:3]), atol=2e-2)
     keys = jhost.explain(f, *args[:3]).communications[0]
     assert (keys.kind, keys.value) == ("CollectivePermute", "k")
     assert keys.bytes == steps * args[1].nbytes // 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -54,6 +55,12 @@ def tuned(fun: Any = relu_block, *args: Any, **options: Any) -> jhost.Tuning:
     f: Any = jhost.jit(fun, **SETTINGS)
     options = {"rounds": 1, "progress": False, "cache": False, **options}
     return jhost.tune(f, *(args or ARGS), **options)
+
+
+@functools.cache
+def usual(gradients: bool = False) -> jhost.Tuning:
+    """A tuning, for tests of what becomes of one."""
+    return tuned(gradients=gradients)
 
 
 def favouring(text: str, tuning: jhost.Tuning) -> jhost.Tuning:
@@ -351,7 +358,7 @@ def test_a_candidate_that_does_not_compile_is_left_out(
 
 @pytest.mark.parametrize("text", ["collective with 2 chunks", "not pipelined"])
 def test_a_function_follows_its_tuning_and_says_so(text: str) -> None:
-    tuning = favouring(text, tuned())
+    tuning = favouring(text, usual())
     f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
     explanation = jhost.explain(f, *ARGS)
     (stream,) = explanation.streams
@@ -363,7 +370,7 @@ def test_a_function_follows_its_tuning_and_says_so(text: str) -> None:
 
 
 def test_gradients_follow_theirs() -> None:
-    tuning = tuned(gradients=True)
+    tuning = usual(gradients=True)
     names = [program.name for program in tuning.programs]
     assert names == [
         "relu_block",
@@ -445,7 +452,7 @@ def test_the_lines_and_the_name_of_a_function_do_not_count() -> None:
     def another(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return relu_block(x, up, down)
 
-    f = jhost.jit(another, tuning=tuned(), **SETTINGS)
+    f = jhost.jit(another, tuning=usual(), **SETTINGS)
     assert "measured" in jhost.explain(f, *ARGS).streams[0].reason
 
 
@@ -453,7 +460,7 @@ def test_the_lines_and_the_name_of_a_function_do_not_count() -> None:
 
 
 def test_other_arguments_are_a_warning_that_says_which() -> None:
-    f = jhost.jit(relu_block, tuning=tuned(), **SETTINGS)
+    f = jhost.jit(relu_block, tuning=usual(), **SETTINGS)
     with pytest.warns(UserWarning, match=r"arguments: x: f32\[8, 8\].* -> x: f32\[4, "):
         explanation = jhost.explain(f, ARGS[0][:4], *ARGS[1:])
     assert explanation.streams[0].measured == ()
@@ -463,7 +470,7 @@ def test_another_function_is_a_warning_that_says_so() -> None:
     def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return jhost.stream(jnp.sin(x @ up) @ down, axis=0)
 
-    f = jhost.jit(block, tuning=tuned(), **SETTINGS)
+    f = jhost.jit(block, tuning=usual(), **SETTINGS)
     with pytest.warns(UserWarning, match=r"\* the function: what it computes"):
         f(*ARGS)
 
@@ -474,7 +481,7 @@ def test_another_function_is_a_warning_that_says_so() -> None:
 def test_another_environment_is_a_warning_that_says_what_changed(
     field: str, value: str
 ) -> None:
-    tuning = tuned()
+    tuning = usual()
     environment = dataclasses.replace(tuning.environment, **{field: value})
     tuning = dataclasses.replace(tuning, environment=environment)
     f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
@@ -511,7 +518,7 @@ def test_arguments_of_tune_are_checked() -> None:
 
 
 def test_a_tuning_is_plain_json() -> None:
-    tuning = tuned(gradients=True)
+    tuning = usual(gradients=True)
     assert jhost.Tuning.from_json(tuning.to_json()) == tuning
     assert json.loads(tuning.to_json())["function"] == "relu_block"
 
@@ -533,7 +540,7 @@ def test_a_tuning_is_plain_json() -> None:
     ids=range(7),
 )
 def test_what_is_no_tuning_is_refused(change: Any, message: str) -> None:
-    text = json.dumps(change(json.loads(tuned().to_json())))
+    text = json.dumps(change(json.loads(usual().to_json())))
     with pytest.raises(errors.TuningError, match=message):
         jhost.Tuning.from_json(text)
 
@@ -561,13 +568,13 @@ def test_what_no_stream_can_do_is_refused_by_its_field(
 ) -> None:
     place = r"Tuning\.programs\[0\]\.streams\[0\]\.candidates\[0\]\."
     with pytest.raises(errors.TuningError, match=place + message):
-        jhost.Tuning.from_json(with_candidate(tuned(), **changed))
+        jhost.Tuning.from_json(with_candidate(usual(), **changed))
     with pytest.raises(errors.TuningError, match=message):
-        dataclasses.replace(tuned().programs[0].streams[0].candidates[0], **changed)
+        dataclasses.replace(usual().programs[0].streams[0].candidates[0], **changed)
 
 
 def test_a_tuning_of_before_there_was_a_field_is_read() -> None:
-    tuning = tuned()
+    tuning = usual()
     fields = json.loads(tuning.to_json())
     candidates = fields["programs"][0]["streams"][0]["candidates"]
     for each in candidates:
@@ -579,7 +586,7 @@ def test_a_tuning_of_before_there_was_a_field_is_read() -> None:
 
 
 def test_a_tuning_that_cannot_be_followed_is_ignored_with_a_warning() -> None:
-    text = with_candidate(tuned(), pipeline="p2p", chunks=7)
+    text = with_candidate(usual(), pipeline="p2p", chunks=7)
     f: Any = jhost.jit(relu_block, tuning=jhost.Tuning.from_json(text), **SETTINGS)
     with pytest.warns(UserWarning, match=r"(?s)is ignored.*[*] .*chunks"):
         result = f(*ARGS)
@@ -671,17 +678,17 @@ for _ in range(200):
 
 
 def test_many_processes_may_use_it_at_once(cache: Path, tmp_path: Path) -> None:
-    """Each writes and reads two hundred times; none ever sees half a file."""
+    """Both write and read two hundred times; neither ever sees half a file."""
     given = tmp_path / "given.json"
-    given.write_text(tuned().to_json())
+    given.write_text(usual().to_json())
     command = [sys.executable, "-W", "error", "-c", _WRITER, str(given)]
     environment = os.environ | {"PYTHONPATH": str(Path(jhost.__file__).parents[1])}
     writers = [
         subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     said = [writer.communicate(timeout=120)[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0, 0], said
+    assert [writer.returncode for writer in writers] == [0, 0], said
     assert [path.parent.name for path in files(cache) if path != given] == ["tuning-2"]
 
 
