@@ -126,7 +126,7 @@ def _check_is_early() -> None:
 def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
     slow = one_gpu_each(os.environ)
     if slow and local_device_ids is None and is_first(os.environ):
-        warnings.warn(f"{slow.what}; {slow.change}.", stacklevel=3)
+        warnings.warn(f"{slow.what}; {slow.advice}.", stacklevel=3)
 
 
 def _share_calibrations() -> None:

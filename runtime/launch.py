@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
-
-class SlowLaunch(NamedTuple):
-    """A way of starting processes that is slow, and what to do about it."""
-
-    what: str
-    change: str
+from jhost.runtime.problem import Problem
 
 
 def alone_on_its_host(environment: Mapping[str, str]) -> bool:
@@ -23,7 +17,7 @@ def alone_on_its_host(environment: Mapping[str, str]) -> bool:
     return _processes_on_a_host(environment) == {1}
 
 
-def one_gpu_each(environment: Mapping[str, str]) -> SlowLaunch | None:
+def one_gpu_each(environment: Mapping[str, str]) -> Problem | None:
     """What to change if each GPU of a host got a process of its own.
 
     Loops over chunks gain nothing there: between processes chunks are not hidden.
@@ -38,7 +32,7 @@ def one_gpu_each(environment: Mapping[str, str]) -> SlowLaunch | None:
         if "SLURM_STEP_TASKS_PER_NODE" in environment
         else "mpirun --map-by ppr:1:node"
     )
-    return SlowLaunch(
+    return Problem(
         f"{most} processes were started on a host with {gpus} GPUs, one GPU each, so "
         f"jhost chooses no pipeline, and nothing hides activations that move between "
         f"these GPUs",

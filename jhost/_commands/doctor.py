@@ -17,7 +17,7 @@ from jhost import errors
 from jhost._cache_folder import folder
 from jhost._calibration_holds import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import MlpBlock, block_on, devices_here, hosted, plain
-from jhost._commands.findings import JAX, Problem, Report
+from jhost._commands.findings import JAX, Report
 from jhost._commands.links import examine_links, examine_mesh, examine_options
 from jhost._commands.modules import NotThereError, made
 from jhost._compare import beyond_tolerance
@@ -27,6 +27,7 @@ from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.devices import Devices, all_devices, devices_of
 from jhost.runtime.launch import one_gpu_each
 from jhost.runtime.nccl import nccl_version, why_no_puts
+from jhost.runtime.problem import Problem
 
 _PACKAGES = (
     "jaxlib",
@@ -170,7 +171,7 @@ def _on_cpu(report: Report) -> None:
 def _launch(report: Report) -> None:
     """How the processes of a job were started, where this is one of them."""
     if slow := one_gpu_each(os.environ):
-        report.problems.append(Problem(*slow))
+        report.problems.append(slow)
 
 
 # --- Pipelines ------------------------------------------------------------------ #

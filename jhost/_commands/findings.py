@@ -6,17 +6,10 @@ import dataclasses
 from typing import Any
 
 from jhost._text import counted
+from jhost.runtime.problem import Problem
 
 JAX = ((0, 10), (0, 13))
 """The first version of JAX that jhost works with, and the first that it does not."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong, and what to do about it."""
-
-    what: str
-    advice: str
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jhost._commands.findings import JAX, Problem, Report
+from jhost._commands.findings import JAX, Report
 from jhost._text import bytes_text
 from jhost._timing import take_turns
 from jhost.lowering.ir.reach import WHERE, between_processes, laid_better
 from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, devices_of
+from jhost.runtime.problem import Problem
 
 # Large enough that latency does not count, small enough for any GPU.
 _LINK_BYTES = 64 << 20

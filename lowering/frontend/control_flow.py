@@ -16,6 +16,8 @@ from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.properties import CONTROL_FLOW
 
+_Buffers: TypeAlias = tuple[ir.Buffer, ...]
+
 BuildBody: TypeAlias = Callable[[Any, str, Sequence[ir.Buffer]], Program]
 """Gives a body's program, from its jaxpr, its kind, and its params' values outside."""
 
@@ -139,51 +141,60 @@ def control_flow(
     build_body: BuildBody,
 ) -> ir.ControlFlow:
     """The statement of an equation, on the buffers of its operands and results."""
-
-    def built(jaxpr: Any, what: str, given: Sequence[ir.Buffer]) -> Program:
-        return build_body(close(jaxpr), what, given)
-
-    params, where = eqn.params, source_line(eqn)
-    ins, outs = tuple(ins), tuple(outs)
     match eqn.primitive.name:
         case "scan":
-            consts, carry, xs = split(ins, *scan_counts(eqn))
-            carried, ys = split(outs, len(carry))
-            return ir.Scan(
-                body=built(params["jaxpr"], "scan", ins),
-                consts=consts,
-                carry=carry,
-                xs=xs,
-                carried=carried,
-                ys=ys,
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-                where=where,
-            )
+            return _scan(eqn, tuple(ins), tuple(outs), build_body)
         case "while":
-            asked, consts, carry = split(
-                ins, params["cond_nconsts"], params["body_nconsts"]
-            )
-            return ir.While(
-                condition=built(
-                    params["cond_jaxpr"], "while_condition", (*asked, *carry)
-                ),
-                body=built(params["body_jaxpr"], "while", (*consts, *carry)),
-                condition_consts=asked,
-                consts=consts,
-                carry=carry,
-                carried=outs,
-                where=where,
-            )
+            return _while(eqn, tuple(ins), tuple(outs), build_body)
         case _:
-            branches = [
-                built(branch, "branch", ins[1:]) for branch in params["branches"]
-            ]
-            return ir.Cond(
-                index=ins[0],
-                branches=tuple(branches),
-                operands=ins[1:],
-                outs=outs,
-                where=where,
-            )
+            return _cond(eqn, tuple(ins), tuple(outs), build_body)
+
+
+def _scan(
+    eqn: JaxprEqn, ins: _Buffers, outs: _Buffers, build_body: BuildBody
+) -> ir.Scan:
+    consts, carry, xs = split(ins, *scan_counts(eqn))
+    carried, ys = split(outs, len(carry))
+    return ir.Scan(
+        body=build_body(close(eqn.params["jaxpr"]), "scan", ins),
+        consts=consts,
+        carry=carry,
+        xs=xs,
+        carried=carried,
+        ys=ys,
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+        where=source_line(eqn),
+    )
+
+
+def _while(
+    eqn: JaxprEqn, ins: _Buffers, outs: _Buffers, build_body: BuildBody
+) -> ir.While:
+    params = eqn.params
+    asked, consts, carry = split(ins, params["cond_nconsts"], params["body_nconsts"])
+    condition, body = close(params["cond_jaxpr"]), close(params["body_jaxpr"])
+    return ir.While(
+        condition=build_body(condition, "while_condition", (*asked, *carry)),
+        body=build_body(body, "while", (*consts, *carry)),
+        condition_consts=asked,
+        consts=consts,
+        carry=carry,
+        carried=outs,
+        where=source_line(eqn),
+    )
+
+
+def _cond(
+    eqn: JaxprEqn, ins: _Buffers, outs: _Buffers, build_body: BuildBody
+) -> ir.Cond:
+    index, *operands = ins
+    branches = map(close, eqn.params["branches"])
+    return ir.Cond(
+        index=index,
+        branches=tuple(build_body(each, "branch", operands) for each in branches),
+        operands=tuple(operands),
+        outs=outs,
+        where=source_line(eqn),
+    )

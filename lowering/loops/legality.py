@@ -121,12 +121,8 @@ def _p2p(
     count = devices if asked.chunks is None else asked.chunks
     if count % devices:
         sizes = " x ".join(str(axes_size(group, mesh)) for group in ways)
-        raise errors.ChunksError(
-            f"A p2p pipeline over {' and '.join(axes)} ({sizes} devices) needs a "
-            f"multiple of {devices} chunks: {_multiples(count, devices, extent)}, not "
-            f"{count}.",
-            [f"axis={mark.dim} at {mark.where}"],
-        )
+        over = f"{' and '.join(axes)} ({sizes} devices)"
+        raise _no_multiple(mark, count, over, devices, extent)
     _check_count(mark, count, extent, devices)
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
     # The contractions over all chunks then stand elsewhere: behind the loop, or beside
@@ -149,6 +145,16 @@ def _p2p(
         by_name=mark.by_name,
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
         fewer="" if mark.reason else fewer,
+    )
+
+
+def _no_multiple(
+    mark: StreamChoice, count: int, over: str, devices: int, extent: int
+) -> errors.ChunksError:
+    return errors.ChunksError(
+        f"A p2p pipeline over {over} needs a multiple of {devices} chunks: "
+        f"{_multiples(count, devices, extent)}, not {count}.",
+        [f"axis={mark.dim} at {mark.where}"],
     )
 
 

@@ -143,20 +143,7 @@ def _of_part(
     # An index of another part's row is clipped into this part, and the wrong row that
     # it finds is replaced below.
     local, here = rows.of_elements.found_in(shard, elements.indices(indices))
-    numbers = eqn.params["dimension_numbers"]
-    (found,) = bind(
-        eqn,
-        (operand, local),
-        dimension_numbers=numbers._replace(
-            offset_dims=elements.others,
-            collapsed_slice_dims=_with(numbers.collapsed_slice_dims, elements),
-        ),
-        slice_sizes=tuple(
-            1 if dim in elements.dims else size for dim, size in enumerate(sizes)
-        ),
-        mode=lax.GatherScatterMode.CLIP,
-        indices_are_sorted=False,
-    )
+    found = _looked_up(eqn, operand, local, sizes, elements)
 
     def over_result(mask: Any) -> Any:
         return lax.broadcast_in_dim(mask, found.shape, range(mask.ndim))
@@ -170,6 +157,28 @@ def _of_part(
         fill = lax.select(holds_first(shard, rows.cuttable), fill, nothing)
         found = lax.select(over_result(rows.in_bounds(indices)), found, fill)
     return elements.together(found)
+
+
+def _looked_up(
+    eqn: JaxprEqn, operand: Any, indices: Any, sizes: Sequence[int], elements: Elements
+) -> jax.Array:
+    """What stands at indices in bounds: windows, or single elements of cut dims."""
+    numbers = eqn.params["dimension_numbers"]
+    (found,) = bind(
+        eqn,
+        (operand, indices),
+        dimension_numbers=numbers._replace(
+            offset_dims=elements.others,
+            collapsed_slice_dims=_with(numbers.collapsed_slice_dims, elements),
+        ),
+        slice_sizes=tuple(
+            1 if dim in elements.dims else size for dim, size in enumerate(sizes)
+        ),
+        mode=lax.GatherScatterMode.CLIP,
+        # Clipping to a part and its elements may have changed their order.
+        indices_are_sorted=False,
+    )
+    return found
 
 
 def _with(collapsed: Sequence[int], elements: Elements) -> tuple[int, ...]:

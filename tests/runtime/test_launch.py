@@ -57,7 +57,7 @@ def test_a_process_for_each_gpu_is_told_what_to_change(
 ) -> None:
     slow = one_gpu_each(environment)
     assert bool(slow) == bool(said)
-    assert slow is None or said in slow.change
+    assert slow is None or said in slow.advice
 
 
 @pytest.mark.parametrize(("number", "warns"), [("0", True), ("3", False)])
