@@ -320,6 +320,8 @@ class Evaluation:
         other = self.evaluate(mark)
         if other is None or not other.seconds <= outcome.seconds:
             return outcome
+        if other.seconds < outcome.seconds:  # one program takes one time
+            return other
         if other.program.body is outcome.program.body:
             return outcome
         return outcome if str(other.program) == str(outcome.program) else other

@@ -81,7 +81,7 @@ def written_in_pieces(program: Program) -> set[str]:
     """The values that are written part by part and not read as a whole."""
     stmts = ir.walk(program.body)
     made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
-    return made - read_whole(program)
+    return made - read_whole(program) if made else made
 
 
 def taken_from_pieces(program: Program) -> set[str]:

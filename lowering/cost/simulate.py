@@ -246,7 +246,9 @@ class _Clock:
         """Issue the transfers whose operands are issued, and return the others."""
         left: list[int] = []
         for number in transfers:
-            if all(map(self.can_end, self.tasks[number].after)):
+            # Most wait for a task that is not issued, or for none.
+            left_to = [n for n in self.tasks[number].after if n not in self.ends]
+            if all(map(self.can_end, left_to)):
                 self.issue(number)
             else:
                 left.append(number)

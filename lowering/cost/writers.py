@@ -54,8 +54,11 @@ class Writers:
 
     def written(self, path: PartPath) -> dict[PartPath, int]:
         """The tasks that wrote to a place, to its parts, or to what it is a part of."""
+        known = self.by_buffer.get(path[0], {})
+        if len(path) == 1:  # a whole buffer, as most are
+            return known
         return {
             part: task
-            for part, task in self.by_buffer.get(path[0], {}).items()
+            for part, task in known.items()
             if all(a == b for a, b in zip(part, path, strict=False))
         }

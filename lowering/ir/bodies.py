@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import Mark, StreamChoice
@@ -14,6 +14,8 @@ from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS
 from jhost.lowering.ir.remarks import Remark
 
 CONTROL_FLOW = (ir.Scan, ir.While, ir.Cond)
+
+_KINDS = frozenset(CONTROL_FLOW)
 
 ITERATIONS = 8
 """The number of iterations that is assumed for a `while`, which does not say it."""
@@ -26,10 +28,11 @@ def programs(program: Program) -> Iterator[Program]:
         yield from programs(body)
 
 
-def statements(program: Program) -> Iterator[ir.Stmt]:
+def statements(program: Program) -> Iterable[ir.Stmt]:
     """Every statement of a program, loops and bodies before what they hold."""
-    for _, stmt in held_statements(program):
-        yield stmt
+    if not _has_bodies(program):
+        return ir.walk(program.body)
+    return (stmt for _, stmt in held_statements(program))
 
 
 def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
@@ -42,7 +45,7 @@ def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
 
 def is_pipelined(program: Program) -> bool:
     """Whether streams order anything: loops, or transfers and the sums beside them."""
-    return any(isinstance(stmt, ir.SetCurrentStream) for stmt in statements(program))
+    return ir.SetCurrentStream in map(type, statements(program))
 
 
 def has_loops(program: Program) -> bool:
@@ -81,7 +84,7 @@ def rebuilt(program: Program, change: Callable[[Program], Program]) -> Program:
 
 def with_each_body(program: Program, change: Callable[[Program], Program]) -> Program:
     """`program` with the bodies that it holds changed; itself if none of them is."""
-    if not any(isinstance(stmt, CONTROL_FLOW) for stmt in program.body):
+    if not _has_bodies(program):
         return program
     body = tuple(
         with_bodies(stmt, [change(inner) for inner in stmt.bodies])
@@ -136,9 +139,15 @@ def with_bodies(stmt: ir.ControlFlow, bodies: Sequence[Program]) -> ir.ControlFl
 def held_bodies(program: Program) -> Iterator[Program]:
     """The bodies that a program holds itself."""
     # Chunk loops hold no control flow: it has no part in a stream.
-    for stmt in program.body:
+    for stmt in program.body if _has_bodies(program) else ():
         if isinstance(stmt, CONTROL_FLOW):
             yield from stmt.bodies
+
+
+def _has_bodies(program: Program) -> bool:
+    """Whether a program holds control flow itself."""
+    # One look at all types: most programs have none, and passes ask often.
+    return not _KINDS.isdisjoint(map(type, program.body))
 
 
 # --- What is said of values, wherever they are -------------------------------------- #

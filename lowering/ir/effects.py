@@ -88,8 +88,11 @@ class Aliases:
 
     def __init__(self, body: Iterable[ir.Stmt]) -> None:
         # Those in loops too: an iteration's aliases are of memory outside.
-        selects = (stmt for stmt in ir.walk(tuple(body)) if isinstance(stmt, ir.Select))
-        self.selects = {select.out.name: select for select in selects}
+        self.selects = {
+            stmt.out.name: stmt
+            for stmt in ir.walk(tuple(body))
+            if isinstance(stmt, ir.Select)
+        }
 
     def through(self, name: str) -> Iterator[ir.Select]:
         """The `Select`s by which a name reaches memory, its own first."""
@@ -99,6 +102,13 @@ class Aliases:
 
     def memory(self, buffer: ir.Buffer) -> ir.Buffer:
         """The buffer that `buffer` is a part of, which may be itself."""
-        for select in self.through(buffer.name):
+        # Not by `through`: this is asked for every operand.
+        while (select := self.selects.get(buffer.name)) is not None:
             buffer = select.source
         return buffer
+
+    def memories(self, buffers: Iterable[ir.Buffer]) -> set[str]:
+        """The names of the buffers that some are parts of."""
+        if not self.selects:  # as outside of loops, mostly
+            return {buffer.name for buffer in buffers}
+        return {self.memory(buffer).name for buffer in buffers}

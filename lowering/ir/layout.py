@@ -45,19 +45,15 @@ def local_shape(
     shape: Sequence[int], layout: Layout, mesh: Mapping[str, int]
 ) -> tuple[int, ...]:
     """What one device holds of a value of global `shape`."""
-    return tuple(
-        # It divides: `padding/` has seen to that before any value has a layout.
-        size // axes_size(axes, mesh)
-        for size, axes in zip(shape, layout, strict=True)
-    )
+    # It divides: `padding/` has seen to that before any value has a layout.
+    pairs = zip(shape, layout, strict=True)
+    return tuple([s // axes_size(axes, mesh) if axes else s for s, axes in pairs])
 
 
 def divides(shape: Sequence[int], layout: Layout, mesh: Mapping[str, int]) -> bool:
     """Whether every dim divides evenly over its axes."""
-    return all(
-        size % axes_size(axes, mesh) == 0
-        for size, axes in zip(shape, layout, strict=True)
-    )
+    pairs = zip(shape, layout, strict=True)
+    return not any([axes and size % axes_size(axes, mesh) for size, axes in pairs])
 
 
 def used_axes(layout: Layout) -> frozenset[str]:
@@ -84,7 +80,7 @@ def size_in_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 def bytes_of(buffer: Buffer) -> int:
     """Those that a buffer takes on one device."""
-    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+    return math.prod(buffer.shape) * buffer.dtype.itemsize
 
 
 def bytes_in(buffers: Iterable[Buffer]) -> int:

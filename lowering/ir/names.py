@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import walk
+from jhost.lowering.ir.statements import Buffer, Stmt, walk
 
 _SEPARATOR = "/"
 """Ends each part of the path to a value in a body; no buffer's name has it."""
@@ -61,10 +63,17 @@ def buffer_names(program: Program) -> set[str]:
     """Every name in `program` that a buffer or a communication bears."""
     names = {buffer.name for buffer in (*program.params, *program.results)}
     for stmt in walk(program.body):
-        # By field, so that no node is forgotten: two of one name give wrong results.
-        for field in ("name", "out", "buffer"):
-            value = getattr(stmt, field, None)
-            if value is not None:
+        for field in _naming(type(stmt)):
+            value = getattr(stmt, field)
+            if isinstance(value, tuple):
+                names |= {buffer.name for buffer in cast(tuple[Buffer, ...], value)}
+            elif value is not None:
                 names.add(value if isinstance(value, str) else value.name)
-        names.update(buffer.name for buffer in getattr(stmt, "outs", ()))
     return names
+
+
+@functools.cache
+def _naming(kind: type[Stmt]) -> Sequence[str]:
+    """What a kind of statements has that may name something."""
+    # By field, so that no node is forgotten: two of one name give wrong results.
+    return [each for each in ("name", "out", "buffer", "outs") if hasattr(kind, each)]

@@ -135,18 +135,14 @@ class Operation:
 
     def fits(self, assignment: Assignment, mesh: Mapping[str, int]) -> bool:
         """Whether every factor divides evenly over its axes, and what it reads too."""
-        return (
-            all(
-                size % axes_size(axes, mesh) == 0
-                for size, axes in zip(self.sizes, assignment, strict=True)
-            )
-            # The dim that windows read may have another size than the factor's steps.
-            and all(
-                window.size % axes_size(assignment[window.factor], mesh) == 0
-                for window in self.windows
-            )
-            and all(self.is_contiguous(dim, assignment, mesh) for dim in self.nested)
-        )
+        for size, axes in zip(self.sizes, assignment, strict=True):
+            if axes and size % axes_size(axes, mesh):
+                return False
+        # The dim that windows read may have another size than the factor's steps.
+        for window in self.windows:
+            if window.size % axes_size(assignment[window.factor], mesh):
+                return False
+        return all(self.is_contiguous(dim, assignment, mesh) for dim in self.nested)
 
     def claims(
         self, dim: FactorDim, axes: Sequence[str], mesh: Mapping[str, int]
@@ -176,7 +172,16 @@ class Operation:
 
 
 def _induced(dims: Dims, assignment: Assignment) -> Layout:
-    return tuple([() if dim is None else _axes_of(dim, assignment) for dim in dims])
+    return tuple(
+        [
+            ()
+            if dim is None
+            else assignment[dim.factor]
+            if dim.inside is None  # most often, and this is asked often
+            else _axes_of(dim, assignment)
+            for dim in dims
+        ]
+    )
 
 
 def _axes_of(dim: FactorDim, assignment: Assignment) -> tuple[str, ...]:
@@ -339,4 +344,4 @@ def assignment_of(
         # Several values may put the axis there; it is major to those claimed later.
         if chosen[axis] == factor and axis not in spread[factor]:
             spread[factor].append(axis)
-    return tuple(tuple(axes) for axes in spread)
+    return tuple(map(tuple, spread))

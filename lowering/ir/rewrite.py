@@ -31,8 +31,9 @@ def replace_buffers(stmt: _S, replaced: Mapping[str, Buffer]) -> _S:
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[str, ...]:
-    # `dataclasses.fields` builds its tuple anew, and each pass asks for each statement.
-    return tuple(field.name for field in dataclasses.fields(kind))
+    # Those that hold buffers, or statements: each pass asks for each statement.
+    fields = [(f.name, str(f.type)) for f in dataclasses.fields(kind)]
+    return tuple(name for name, says in fields if "Buffer" in says or "Stmt" in says)
 
 
 def _replace(value: Any, replaced: Mapping[str, Buffer]) -> Any:
@@ -41,6 +42,6 @@ def _replace(value: Any, replaced: Mapping[str, Buffer]) -> Any:
     if isinstance(value, tuple):
         items = cast(tuple[Any, ...], value)
         # A statement that keeps its identity keeps the facts that are known of it.
-        new = tuple(_replace(item, replaced) for item in items)
+        new = tuple([_replace(item, replaced) for item in items])
         return new if any(map(operator.is_not, new, items)) else items
-    return replace_buffers(value, replaced) if isinstance(value, Stmt) else value
+    return replace_buffers(value, replaced)

@@ -9,7 +9,7 @@ with buffers in place of tensor views and a jaxpr's equations in place of kernel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
@@ -422,12 +422,15 @@ Stmt: TypeAlias = (
 )
 
 
-def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
+def walk(body: tuple[Stmt, ...]) -> Sequence[Stmt]:
     """Every statement of `body`, loops before what they hold.
 
     The bodies of control flow are programs of their own: see `ir/bodies.py`.
     """
-    for stmt in body:
-        yield stmt
-        if isinstance(stmt, For):
-            yield from walk(stmt.body)
+    if For not in map(type, body):  # the most frequent case, and passes ask often
+        return body
+    return [
+        each
+        for stmt in body
+        for each in ((stmt, *walk(stmt.body)) if isinstance(stmt, For) else (stmt,))
+    ]

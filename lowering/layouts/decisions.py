@@ -155,7 +155,7 @@ class Decisions:
         wanted, rest = self.moves_of[name], self.layouts[name]
         before = self.moving.pop(name, NOTHING)
         # Most values are wanted where they are, and layouts are counted often.
-        if any(want != rest for want in wanted):
+        if wanted and (len(wanted) > 1 or rest not in wanted):
             every = [*wanted]
             if len(every) > 1:
                 every.sort(key=lambda want: (self.movers[name, want][0], want))

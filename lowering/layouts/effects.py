@@ -49,12 +49,16 @@ class AssignmentEffects:
     """The effects of assignments, each computed once for the same preferences."""
 
     def __init__(
-        self, preferences: Preferences, costs: ReshardCosts, kinds: Kinds
+        self,
+        preferences: Preferences,
+        costs: ReshardCosts,
+        kinds: Kinds,
+        of_kinds: dict[Hashable, AssignmentEffect],
     ) -> None:
         self.preferences = preferences
         self.costs = costs
         self.kinds = kinds
-        self.of_kinds: dict[tuple[int, Assignment, Hashable], AssignmentEffect] = {}
+        self.of_kinds = of_kinds
         # By the operation itself, because its id may be reused once it is gone.
         self.known: dict[tuple[Operation, Assignment, Hashable], AssignmentEffect] = {}
 

@@ -23,6 +23,7 @@ from jhost.lowering.layouts.hidden_dims import (
     streamed_dims,
 )
 from jhost.lowering.layouts.interned import Interned
+from jhost.lowering.layouts.kinds import OfKinds
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.rewriter import Rewriter
 from jhost.lowering.layouts.solve import Solution, solve_layouts
@@ -67,6 +68,7 @@ class _SharedLayouts:
     """What candidates share: solutions, and the bodies written for them."""
 
     solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
+    kinds: OfKinds = dataclasses.field(default_factory=OfKinds)
     written: Interned = dataclasses.field(default_factory=Interned)
     programs: Shared[_LaidOut] = dataclasses.field(default_factory=Shared[_LaidOut])
 
@@ -97,7 +99,7 @@ class PropagateLayouts:
         for each in alike:
             if each.is_of(program):
                 return each.of(program)
-        solution = solve_program(program, self.known.solutions)
+        solution = self.solution(program)
         marks = shardings_of(solution.flat)
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
         rewriter = Rewriter(solution.flat, solution, remarks, self.known.written)
@@ -110,11 +112,19 @@ class PropagateLayouts:
         """What else could stay over a mesh axis for at most twice the bytes."""
         if not program.mesh.shape:
             return ()
-        return solve_program(program, self.known.solutions).close
+        return self.solution(program).close
+
+    def solution(self, program: Program) -> Solution:
+        return solve_program(program, self.known.solutions, self.known.kinds)
 
 
-def solve_program(program: Program, known: Solutions | None = None) -> Solution:
-    """The solution for a program with its marks, which may be among the `known`."""
+def solve_program(
+    program: Program, known: Solutions | None = None, kinds: OfKinds | None = None
+) -> Solution:
+    """The solution for a program with its marks, which may be among the `known`.
+
+    What was found out about `kinds` of operations holds for it as well.
+    """
     known = {} if known is None else known
     operations, flat = whole = flattened(program)
     streamed = {
@@ -134,7 +144,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     if key not in known:
         ways = one_way_each(streamed, program.mesh.axis_names)
         near = known.get((*key[:-1], ())) if _are_found(flat) else None
-        solved = [solve_layouts(whole, shardings, way, near) for way in ways]
+        solved = [solve_layouts(whole, shardings, way, near, kinds) for way in ways]
         # The first of equals: chunks then move along the innermost axis.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
     return dataclasses.replace(known[key], flat=flat)

@@ -28,6 +28,7 @@ from jhost.lowering.layouts.improve import (
     restarted,
     ways,
 )
+from jhost.lowering.layouts.kinds import OfKinds
 from jhost.lowering.layouts.solver import AssignmentRank, Solver
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
 
@@ -77,14 +78,16 @@ def solve_layouts(
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
     near: Solution | None = None,
+    known: OfKinds | None = None,
 ) -> Solution:
     """The layouts that meet `marks` and move few bytes elsewhere, in bodies too.
 
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
     and dims belong to values by their names in `flattened`.  Where it is to be `near` a
-    solution for other such dims, single decisions of that one are changed.
+    solution for other such dims, single decisions of that one are changed.  What is
+    `known` of kinds of operations is not found again.
     """
-    solver = Solver(whole, marks, streamed)
+    solver = Solver(whole, marks, streamed, known)
     close: tuple[Staying, ...] = ()
     if near is not None:
         best = improved(solver, solver.starting_at(near.assignments))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.layout import Layout, replicated, used_axes
@@ -35,7 +35,7 @@ from jhost.lowering.layouts.decisions import Decisions, WantedLayout
 from jhost.lowering.layouts.effects import AssignmentEffects
 from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.kinds import Kinds, by_place
+from jhost.lowering.layouts.kinds import Kinds, OfKinds, by_place
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     NOTHING,
@@ -76,7 +76,9 @@ class Solver:
         whole: Flattened,
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
+        known: OfKinds | None = None,
     ) -> None:
+        known = OfKinds() if known is None else known
         # A barrier's results have the layouts of its operands.  Otherwise a
         # `jax.checkpoint` would keep two copies of a value, one in each layout.
         self.operations, self.flat = whole
@@ -96,9 +98,11 @@ class Solver:
         repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
         self.preferences = Preferences(self.buffers, marks, self.mesh, barriers)
-        self.kinds = Kinds(self.preferences, self.costs)
-        self.effects = AssignmentEffects(self.preferences, self.costs, self.kinds)
-        self.found: dict[Hashable, Assignment] = {}
+        self.kinds = Kinds(self.preferences, self.costs, known.numbers)
+        self.effects = AssignmentEffects(
+            self.preferences, self.costs, self.kinds, known.effects
+        )
+        self.found = known.cheapest
         self.staying: Staying = ()
         """What stays over a mesh axis while layouts are decided."""
         self.readers: dict[str, list[int]] = {}
@@ -337,7 +341,13 @@ class Solver:
 
     def is_bound(self, op: Operation) -> bool:
         """Whether another value's layout decides its own."""
-        return op.like is not None or self.preferences.follows(op)
+        return op in self.bound
+
+    @functools.cached_property
+    def bound(self) -> Collection[Operation]:
+        """The operations that another value's layout decides."""
+        follows = self.preferences.follows
+        return {op for op in self.operations if op.like is not None or follows(op)}
 
     def rank(
         self,
@@ -355,7 +365,7 @@ class Solver:
                 have = self.costs.nearest(name, [layouts[name], *there], want)
                 moved += self.costs.reshard(name, have, want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
-        shared = -sum(len(axes) for axes in assignment)
+        shared = -sum(map(len, assignment))
         cost = LayoutCost(moved, effect.flops).in_bytes
         return AssignmentRank(cost, shared, largest, moved)
 

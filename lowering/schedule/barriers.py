@@ -40,6 +40,9 @@ class Barriers:
 
     def together(self, body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         """The statements, with pieces of one barrier merged where they are in a row."""
+        if not self.whole:
+            yield from body
+            return
         pieces: list[ir.Compute] = []
         for stmt in body:
             whole = self.whole.get(id(stmt))

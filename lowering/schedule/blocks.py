@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -85,16 +86,18 @@ class StatementBlocks:
             can_wait=not product and can_wait(stmts[0]),
         )
 
-    def _names(self, buffers: Iterable[ir.Buffer]) -> set[str]:
-        found = [(buffer.name, self.aliases.memory(buffer).name) for buffer in buffers]
-        return {name for names in found for name in names}
+    def _names(self, buffers: Sequence[ir.Buffer]) -> set[str]:
+        return self.aliases.memories(buffers) | {buffer.name for buffer in buffers}
 
-    def transfers(self) -> Iterator[tuple[int, ir.Communicate]]:
+    @functools.cached_property
+    def transfers(self) -> Sequence[tuple[int, ir.Communicate]]:
         """The communications that have memory of their own, each with its block."""
-        for number, block in enumerate(self.all):
-            stmt = block.stmt
-            if isinstance(stmt, ir.Communicate) and self._is_whole(stmt.out):
-                yield number, stmt
+        firsts = enumerate(block.stmt for block in self.all)
+        return [
+            (number, stmt)
+            for number, stmt in firsts
+            if isinstance(stmt, ir.Communicate) and self._is_whole(stmt.out)
+        ]
 
     def _is_whole(self, buffer: ir.Buffer) -> bool:
         """Whether nothing else is written to the memory of a buffer."""
@@ -227,8 +230,9 @@ def blocks_of(program: Program) -> StatementBlocks:
 
 def has_moved(block: StatementBlock) -> bool:
     """Whether it is a product that was moved beside a transfer, and keeps its place."""
-    on_own = ir.SetCurrentStream(stream=OWN)
-    return block.stmt == on_own and isinstance(block.stmts[-2], ir.Compute)
+    first = block.stmt
+    is_own = isinstance(first, ir.SetCurrentStream) and first.stream == OWN
+    return is_own and isinstance(block.stmts[-2], ir.Compute)
 
 
 def communication_of(stmt: ir.Stmt) -> str | None:

@@ -17,7 +17,7 @@ from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import For, Stmt, walk
+from jhost.lowering.ir.statements import Stmt, walk
 from jhost.lowering.schedule.blocks import (
     StatementBlock,
     StatementBlocks,
@@ -56,8 +56,8 @@ def _most_held(program: Program) -> int:
 
 def _most_inside(stmts: Iterable[Stmt]) -> int:
     """The most that a body of some statement holds at a time."""
-    bodies = (b for s in stmts if isinstance(s, CONTROL_FLOW) for b in s.bodies)
-    return max(map(_most_held, bodies), default=0)
+    bodies = [b for s in stmts if isinstance(s, CONTROL_FLOW) for b in s.bodies]
+    return max(map(_most_held, bodies), default=0) if bodies else 0
 
 
 class _Lives:
@@ -128,5 +128,5 @@ class _Lives:
 
 def _sizes(stmts: Iterable[Stmt]) -> dict[str, int]:
     """The bytes of what statements make, by name."""
-    every = (stmt for stmt in walk(tuple(stmts)) if not isinstance(stmt, For))
+    every = walk(tuple(stmts))
     return {buffer.name: bytes_of(buffer) for s in every for buffer in written(s)}

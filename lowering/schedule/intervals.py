@@ -115,7 +115,7 @@ _Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
 
 def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     working = _working(blocks, "AllReduce")  # and so for each kind of sum
-    for number, stmt in blocks.transfers():
+    for number, stmt in blocks.transfers:
         if stmt.kind in SUMS and is_open(stmt):
             yield number, stmt, blocks.reader(number, stmt), working
 
@@ -125,7 +125,7 @@ def _gathers(program: Program, is_open: IsOpen) -> Iterator[_Movable]:
     working = _working(blocks, "AllGather")
     found = [
         (number, stmt, blocks.reader(number, stmt))
-        for number, stmt in blocks.transfers()
+        for number, stmt in blocks.transfers
         if stmt.kind in GATHERING and is_open(stmt)
     ]
     window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)

@@ -61,7 +61,7 @@ class _FreeProducts:
         _, moved = with_work_moved(found.body, self.is_bound)
         self.hidden = {each.beside.name for each in moved}
         """The transfers that work of their own iteration moves beside."""
-        self.sums = {s.name for _, s in found.blocks.transfers() if s.kind in SUMS}
+        self.sums = {s.name for _, s in found.blocks.transfers if s.kind in SUMS}
         gone = [each.product for each in moved]
         self.products = {
             number
@@ -154,7 +154,7 @@ class _FreeProducts:
 
         A product that stands beside one of them as it is stays there.
         """
-        for number, stmt in self.blocks.transfers():
+        for number, stmt in self.blocks.transfers:
             exposed = self.is_bound(stmt) and stmt.name not in self.hidden
             if exposed and number not in self.free:
                 if readers := self.readers(stmt):

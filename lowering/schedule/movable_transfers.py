@@ -97,7 +97,7 @@ class MovableTransfers:
                 yield self.without_barriers(stmt, before)
 
     def first_gathers(self) -> Iterator[tuple[int, ir.Communicate]]:
-        for number, stmt in self.blocks.transfers():
+        for number, stmt in self.blocks.transfers:
             if stmt.kind == "AllGather" and self.is_open(stmt):
                 if self.is_first(number, stmt):
                     yield number, stmt
@@ -177,7 +177,7 @@ class MovableTransfers:
     def last_sums(self) -> Iterator[tuple[int, ir.Communicate, int]]:
         """Each sum with little work behind its terms, and how many works these are."""
         blocks = self.blocks
-        for number, stmt in blocks.transfers():
+        for number, stmt in blocks.transfers:
             if stmt.kind in SUMS and self.is_open(stmt):
                 made, along = blocks.before(stmt)
                 ready = max([*made, *along], default=-1)

@@ -91,7 +91,7 @@ class WorkOrder:
         self.place = [*self.order, len(self.order)]
         self.open = {
             number: stmt
-            for number, stmt in self.blocks.transfers()
+            for number, stmt in self.blocks.transfers
             if stmt.kind in (*GATHERING, *SUMS) and is_open(stmt)
         }
         self.windows: dict[int, _BesideTransfer] = {}

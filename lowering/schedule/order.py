@@ -166,16 +166,16 @@ class _Walk:
             self.issue([*self.due(number)])
         # While transfers are under way, work stands on a stream too.  Tokens then tell
         # XLA before which work to issue one, and behind which to wait for it.
-        beside = waited or bool(self.under_way())
+        beside = waited or self.is_under_way()
         ordered = block.contracts or (waited and self.stays_behind(number))
-        if has_moved(block) and self.under_way():
+        if has_moved(block) and self.is_under_way():
             self.body += _behind_transfers(block.stmts)
         else:
             self.body += _on_own(block) if beside and ordered else block.stmts
 
-    def under_way(self) -> list[ScheduledTransfer]:
-        waiting = {id(transfer) for transfer in self.to_come}
-        return [t for t in self.transfers.values() if id(t) not in waiting]
+    def is_under_way(self) -> bool:
+        """Whether any transfer is under way: it is not to come, and has not ended."""
+        return len(self.transfers) > len(self.to_come)
 
     def missing(self) -> set[str]:
         """The values that are not there yet, and those that are made of them."""
@@ -263,18 +263,20 @@ class _Walk:
 
     def has_room(self, number: int) -> bool:
         """Whether the window of sums has room for what a block makes."""
+        # Only for the first sums: the sums issued last have had no work beside them.
+        if not self.sums:
+            return True
         made = sum(
             each.held
             for each in self.to_come
-            if each.sums and each.interval.ready == number
+            if each.interval.ready == number and each.sums
         )
         window = self.largest * min(
             (_WINDOW[each.way] for sums in self.sums for each in sums), default=0
         )
         if number > self.last_work:
             made, window = self.blocks.makes(number), _LAST_WINDOW * self.largest
-        # Only for the first sums: the sums issued last have had no work beside them.
-        return not (made and self.sums and made + self.held > window)
+        return not (made and made + self.held > window)
 
     def adds_to_most(self, number: int) -> bool:
         """Whether permutes under way add to the most that the program holds."""
@@ -282,7 +284,7 @@ class _Walk:
 
     def is_full(self, number: int, *under_way: ScheduledTransfer) -> bool:
         """Whether permutes add to the most that the program holds at a block."""
-        if not self.there:
+        if not (self.there and under_way):
             return False
         return self.there[number] + sum(t.added for t in under_way) > self.most
 

@@ -22,6 +22,8 @@ class ScheduledTransfer:
     interval: TransferInterval
     way: TransferForm
     rounds: list[Round]
+    known: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    """What it has `added`, by the number of rounds that were left."""
 
     @property
     def sums(self) -> bool:
@@ -47,9 +49,12 @@ class ScheduledTransfer:
         """
         if self.way != "permutes":
             return 0
-        sends = self.rounds[0].sends
-        parts = sum(bytes_of(s.out) for s in sends if isinstance(s, ir.Select))
-        return self.held + parts - bytes_of(self.interval.stmt.out)
+        left = len(self.rounds)
+        if left not in self.known:  # it is asked at each block
+            sends = self.rounds[0].sends
+            parts = sum(bytes_of(s.out) for s in sends if isinstance(s, ir.Select))
+            self.known[left] = self.held + parts - bytes_of(self.interval.stmt.out)
+        return self.known[left]
 
 
 def rounds_of(

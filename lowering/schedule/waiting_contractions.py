@@ -35,6 +35,8 @@ class WaitingContractions:
         self.waiting = self.every
         self.in_loops = in_loops
         self.put_off: list[Group] = []
+        self.taken_since = False
+        """Whether a contraction was taken since groups were last resumed."""
         # Names of what is still to be made: a sum that reads none of them is ready.
         self.unmade = written_by(graph)
 
@@ -79,7 +81,9 @@ class WaitingContractions:
 
     def taken(self, nodes: list[Node]) -> list[Node]:
         """The nodes, which no longer wait."""
-        self.waiting = [node for node in self.waiting if node not in nodes]
+        if nodes:
+            self.waiting = [node for node in self.waiting if node not in nodes]
+            self.taken_since = True
         self.made(nodes)
         return nodes
 
@@ -95,9 +99,8 @@ class WaitingContractions:
 
     def late(self) -> set[str]:
         """The values of waiting contractions, and the values made of these."""
-        return written_by(
-            node for each in (self.waiting, *self.put_off) for node in each
-        )
+        every = (self.waiting, *self.put_off)
+        return {b.name for nodes in every for node in nodes for b in node.writes}
 
     def before(self, group: Group) -> Iterator[Group]:
         """The waiting nodes that make the operands of a group."""
@@ -111,13 +114,21 @@ class WaitingContractions:
 
     def resumed(self) -> Iterator[Group]:
         """The groups that were put off and whose operands are there now."""
+        # What keeps a group is a contraction, or a group that was put off before it.
+        # Most often none was taken, and there may be hundreds of each.
+        if not self.taken_since:
+            return
+        self.taken_since = False
         waiting, self.put_off = self.put_off, []
+        late = self.late()
         for group in waiting:
-            if self.late().isdisjoint(_read(group)):
+            if late.isdisjoint(_read(group)):
                 yield group
                 self.made(group)
+                late = self.late()  # others may be taken meanwhile
             else:
                 self.put_off.append(group)
+                late |= written_by(group)
 
 
 def _read(group: Group) -> set[str]:

@@ -49,14 +49,27 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
     return (stmt.chunk,)
 
 
-_Known: TypeAlias = dict[
-    tuple[tuple[int, ...], tuple[str, ...]],
-    tuple[Sequence[ir.Compute], ir.Compute],
-]
-"""Computations and what they were merged into.
+_Group: TypeAlias = tuple[Sequence[ir.Compute], Sequence[ir.Stmt]]
+"""The computations of a group, and all its statements."""
 
-They are found by their identities, and by the values that others read.
-"""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """What candidates share, and the forms that their transfers may have.
+
+    Attributes:
+        groups: stretches and their groups, by the identities of their statements.
+        units: computations and what they were merged into, by their identities and by
+            the values that others read.
+    """
+
+    groups: dict[tuple[int, ...], tuple[Sequence[ir.Stmt], Sequence[_Group]]] = (
+        dataclasses.field(default_factory=dict[Any, Any])
+    )
+    units: dict[
+        tuple[tuple[int, ...], tuple[str, ...]],
+        tuple[Sequence[ir.Compute], ir.Compute],
+    ] = dataclasses.field(default_factory=dict[Any, Any])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,10 +79,7 @@ class Segment(EachProgram):
     name: ClassVar[str] = "segment"
 
     should_merge: ShouldMerge = merge_all
-    known: _Known = dataclasses.field(
-        default_factory=dict[Any, Any], compare=False, repr=False
-    )
-    """Candidates, and the forms that their transfers may have, share most units."""
+    known: _Known = dataclasses.field(default_factory=_Known, compare=False, repr=False)
 
     def change(self, program: Program) -> Program:
         segmenter = _Segmenter(program, self.should_merge, self.known)
@@ -86,10 +96,13 @@ class _Segmenter:
         self.kept = {result.name for result in program.results}
         self.aliases = set[str]()
         self.reads: Counter[str] = Counter()
-        for stmt in ir.walk(program.body):
-            if isinstance(stmt, ir.For):
-                continue
-            self.reads.update(buffer.name for buffer in reads_writes(stmt)[0])
+        every = ir.walk(program.body)
+        # A loop's statements come by themselves.
+        reads = [
+            reads_writes(stmt)[0] for stmt in every if not isinstance(stmt, ir.For)
+        ]
+        self.reads.update([buffer.name for buffers in reads for buffer in buffers])
+        for stmt in every:
             # A value written through an alias or into an allocation is never local.
             if isinstance(stmt, ir.Select):
                 self.aliases.add(stmt.out.name)
@@ -123,16 +136,28 @@ class _Segmenter:
         if len(stmts) < 2:  # the most frequent case in loops
             yield from (loops.get(id(stmt), stmt) for stmt in stmts)
             return
-        graph = nodes(stmts)
-        for group in merge_groups(graph, graph.before, self.should_merge, chunk_of):
-            computes = [
-                node.stmt for node in group if isinstance(node.stmt, ir.Compute)
-            ]
+        for computes, every in self.groups(stmts):
             if len(computes) > 1:
                 yield self.named(computes)
             else:
-                every = (stmt for node in group for stmt in node.stmts)
                 yield from (loops.get(id(stmt), stmt) for stmt in every)
+
+    def groups(self, stmts: Sequence[ir.Stmt]) -> Sequence[_Group]:
+        """The groups of a stretch: the computations of each, and all its statements."""
+        key = tuple(map(id, stmts))
+        if key not in self.known.groups:
+            graph = nodes(stmts)
+            merged = merge_groups(graph, graph.before, self.should_merge, chunk_of)
+            every = [
+                [stmt for node in group for stmt in node.stmts] for group in merged
+            ]
+            computes = [
+                [s for s in each if isinstance(s, ir.Compute)] for each in every
+            ]
+            found = list(zip(computes, every, strict=True))
+            # With the statements, so that no others get their identities.
+            self.known.groups[key] = stmts, found
+        return self.known.groups[key][1]
 
     def named(self, computes: Sequence[ir.Compute]) -> ir.Compute:
         """One computation that does what `computes` do, with the next unit's name."""
@@ -143,10 +168,9 @@ class _Segmenter:
             name for name in made if name in self.kept or self.reads[name] > reads[name]
         )
         key = tuple(map(id, computes)), left
-        if key not in self.known:
-            # With the statements, so that no others get their identities.
-            self.known[key] = computes, self.merged(computes, left)
-        _, merged = self.known[key]
+        if key not in self.known.units:
+            self.known.units[key] = computes, self.merged(computes, left)
+        _, merged = self.known.units[key]
         unit = merged.unit.named(self.names.fresh("unit"))
         return dataclasses.replace(merged, unit=unit)
 
@@ -198,7 +222,8 @@ def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
     dim, for example where it pads the dim.  Then its size counts.
     """
     widest = found[0][0]
-    if all(shape_of(var) == shape_of(widest) for var, _ in found):
+    shapes = {shape_of(var) for var, _ in found} if len(found) > 1 else ()
+    if len(shapes) < 2:
         return widest
     for var, _ in found:
         if _is_larger(var, widest):
