@@ -157,15 +157,14 @@ def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
 # --- Cases and arms ---------------------------------------------------------------
 
 
-EXPERTS = ("experts/8x7b/2048", "experts/dsv2/2048")
-
-
+EXPERTS = "experts/8x7b/2048"  # the others differ in sizes
 STAGES = tuple(f"{kind}/8b/2048" for kind in cases.STAGES)
+# One weight of what `ag_gate_up` has two of; what `out_rs` does, of other sizes.
+PARTS = {"ag_up", "down_rs"}
+NAMES = [f"{kind}/8b/2048" for kind in cases.KINDS if kind not in PARTS]
 
 
-@pytest.mark.parametrize(
-    "name", [*(f"{k}/8b/2048" for k in cases.KINDS), *EXPERTS, *STAGES]
-)
+@pytest.mark.parametrize("name", [*NAMES, EXPERTS, *STAGES])
 def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     """All arms that a CPU can run, in one instance: results equal the plain ones."""
     chosen = case(name)
@@ -189,17 +188,19 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     "name",
     [
         "swiglu_mlp/8b/2048",
-        # The other experts differ in sizes, and stages that do not wait in less.
-        pytest.param(EXPERTS[0], marks=pytest.mark.slow),
+        pytest.param(EXPERTS, marks=pytest.mark.slow),
+        # Stages that do not wait differ in less.
         pytest.param(STAGES[-1], marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
     chosen = case(name)
-    wanted = plan("plain", "compute", "communication", "jhost_p2p")
+    # In a program there are four of each, which XLA takes four times as long for.
+    mode: runner.Mode = "program" if name.startswith("swiglu") else "once"
+    wanted = plan("plain", "compute", "communication", "jhost_p2p", modes=(mode,))
     record = runner.measure(chosen, mesh, True, wanted)
     assert record["cotangent"] == "after the result"
-    assert all("min_ms" in e for e in record["modes"]["program"].values())
+    assert all("min_ms" in e for e in record["modes"][mode].values())
     for found in record["checks"].values():
         assert checks.passed(found)
         assert len(found["errors"]) == 1 + len(chosen.operands)
@@ -212,7 +213,7 @@ GRID = Axes((("dp", 2), ("tp", 2)))
     "name",
     [
         "down_ar/8b/2048",
-        pytest.param(EXPERTS[0], marks=pytest.mark.slow),
+        pytest.param(EXPERTS, marks=pytest.mark.slow),
     ],
 )
 def test_rows_may_be_split_over_another_axis(name: str, grid: Mesh) -> None:

@@ -160,12 +160,13 @@ def test_a_calibration_chooses_as_the_shipped_rates_do(
     pretend: Callable[[str, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In 95 % of the stored cases; what it predicts differs by 15 % at most."""
+    """In 95 % of each third stored case; what it predicts differs by 15 % at most."""
     calibrated = Calibration.from_json(CALIBRATION.read_text())
     pretend(H100, 2)
     mesh = make_mesh((2,), (AXIS,))
     stored = [each.values for each in measured("forward")]
     names = [name for name, kind, devices, _ in stored if (kind, devices) == (H200, 2)]
+    names = names[::3]
     same = 0
     for name in names:
         case, found = case_of(name, 2), list[Any]()

@@ -72,7 +72,9 @@ def check(
     """
     types = [jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16) for shape in shapes]
     settings = {"mesh": mesh, "in_shardings": ins, "out_shardings": outs}
-    compiled = jhost.jit(fun, **settings, **case.how).lower(*types).compile()
+    compiled = (
+        jhost.jit(fun, **settings, **case.how).lower(*types).compile(dict(QUICKLY))
+    )
     hold(case, compiled.schedule(), [compiled.explain()])
     assert never is None or never not in (compiled.as_text() or "")
 
@@ -119,7 +121,7 @@ def compile_both_ways(
         out_shardings=(side, tuple(sides)),
         compiler_options=overlap_options(mesh, adds_up=True),
     )
-    return both, types, outer.lower(*types).compile().as_text() or ""
+    return both, types, outer.lower(*types).compile(dict(QUICKLY)).as_text() or ""
 
 
 def hold(

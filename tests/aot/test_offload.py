@@ -41,8 +41,9 @@ def inside(hosted: Place) -> Callable[..., Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-@pytest.mark.parametrize("pipeline", ["p2p", "collective", "off"])
-@pytest.mark.parametrize("place", [around, inside])
+@pytest.mark.parametrize(
+    ("place", "pipeline"), [(around, "p2p"), (inside, "collective"), (inside, "off")]
+)
 def test_each_device_copies_its_own_part_and_back(
     h200s: MakeH200s, place: Callable[[Place], Callable[..., Any]], pipeline: Any
 ) -> None:
