@@ -117,8 +117,8 @@ def test_keys_go_around_in_one_loop_each_way(
 def test_lengths_are_those_of_the_whole(mask: str) -> None:
     """Of no keys, some, and all; no kernel is given a length of 0."""
     lengths = {
-        "query_seq_lengths": jnp.array([32, 19], np.int32),
-        "key_value_seq_lengths": jnp.array([0, 13], np.int32),
+        "query_seq_lengths": np.array([32, 19], np.int32),
+        "key_value_seq_lengths": np.array([0, 13], np.int32),
     }
     f, args = ring(attention(**MASKS[mask], **lengths)), operands(32)
     plain = partial(plain_attention.attention, **MASKS[mask], **lengths)
