@@ -101,8 +101,15 @@ def _attention(
     )
 
 
-class Streamed(Whole):
-    """Global arrays with jhost's marks: rows may be worked on in chunks."""
+class Unmarked(Whole):
+    """Global arrays with constraints where a layer has any, and no mark."""
+
+    def placed(self, x: jax.Array, dim: int) -> jax.Array:
+        return jhost.shard(x, P(*(None,) * dim, AXIS))
+
+
+class Streamed(Unmarked):
+    """The same with jhost's marks: rows may be worked on in chunks."""
 
     def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
         return jhost.stream(rows(x), axis=0) if ends else rows(x)
@@ -120,9 +127,6 @@ class Streamed(Whole):
         self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
     ) -> jax.Array:
         return super().attend(q, jhost.stream(k, axis=0), v, attention)
-
-    def placed(self, x: jax.Array, dim: int) -> jax.Array:
-        return jhost.shard(x, P(*(None,) * dim, AXIS))
 
 
 class Collectives:

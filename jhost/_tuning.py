@@ -17,7 +17,7 @@ from jhost._page import fragment, save_page
 from jhost._text import counted, seconds_text
 from jhost._tuning_page import page_of_tuning
 from jhost._version import __version__
-from jhost.lowering.cost.candidates import ranking_text
+from jhost.lowering.cost.outcomes import ranking_text
 from jhost.lowering.ir.pipelines import PipelineSpec
 
 FORMAT = 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jhost._text import seconds_text
 from jhost.lowering.communication_report import CommunicationReport
-from jhost.lowering.cost.candidates import NOT_PIPELINED
+from jhost.lowering.cost.outcomes import NOT_PIPELINED
 from jhost.lowering.ir.marks import OnLines
 from jhost.lowering.ir.remarks import LayoutReport, LeftStream, Prediction, StreamReport
 from jhost.lowering.places import END, START

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.advice import advice, too_little
-from jhost.lowering.cost.candidates import NOT_PIPELINED
+from jhost.lowering.cost.outcomes import NOT_PIPELINED
 from jhost.lowering.folded_transfers import (
     NOTHING,
     FoldedTransfer,

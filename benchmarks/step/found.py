@@ -22,7 +22,7 @@ import jhost
 from benchmarks import cases, report
 from benchmarks.axes import FSDP, Axes, along_tp
 from benchmarks.case import Case, types_of
-from benchmarks.communication import AXIS, Streamed, Whole
+from benchmarks.communication import AXIS, Streamed, Unmarked
 from benchmarks.layers import MODELS
 from benchmarks.run_file import separated
 from benchmarks.step.arms import hosted
@@ -97,7 +97,7 @@ def _layer(case: Case, backward: bool, marked: bool, how: Any, mesh: Any) -> Any
     """The layer, or its result and what it pulls back."""
 
     def layer(*operands: Any) -> Any:
-        return case.run(Streamed() if marked else Whole(), operands)
+        return case.run(Streamed() if marked else Unmarked(), operands)
 
     def both(*operands: Any) -> Any:
         result, pull = jax.vjp(layer, *operands[:-1])

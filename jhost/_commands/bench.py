@@ -31,7 +31,7 @@ from jhost._timing import take_turns
 from jhost._tune.tune import tune
 from jhost._tune.tuner import CALLS, WARMUPS
 from jhost._tuning_holds import environment_of
-from jhost.lowering.cost.candidates import NOT_PIPELINED
+from jhost.lowering.cost.outcomes import NOT_PIPELINED
 
 ON_ONE_DEVICE = "on one device"
 

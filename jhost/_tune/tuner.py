@@ -28,7 +28,7 @@ from jhost._timing import take_turns
 from jhost._tuning import Candidate, TunedProgram, TunedStream
 from jhost._tuning_holds import arguments_text
 from jhost.errors import first_line
-from jhost.lowering.cost.candidates import GAIN, Outcome, left_out_text
+from jhost.lowering.cost.outcomes import GAIN, Outcome, left_out_text
 from jhost.lowering.emit.program import spec_of
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import all_marks, programs

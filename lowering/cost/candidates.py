@@ -11,37 +11,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.outcomes import (
+    SUMS,
+    Outcome,
+    chunks_of,
+    gain_of,
+    left_out_text,
+    ranking_text,
+    text_of,
+)
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.sections import Section
-from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
+from jhost.lowering.ir.bodies import adds_up, all_marks, with_marks
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
-from jhost.lowering.ir.remarks import Prediction, StreamReport
+from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.requests import REFUSALS, set_choice
-
-GAIN = 0.97
-"""What a pipeline's time must be below, as a share of the time without."""
-
-CLEAR_GAIN = 0.9
-"""The same by rates that are estimated."""
-
-NOT_PIPELINED = "not pipelined"
-"""What the candidate without a loop is called."""
 
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
-
-_SUMS: Mapping[SumsPosition, str] = {
-    "whole": "behind the loops",
-    "beside transfers": "beside transfers",
-}
-"""Where sums stand that no loop adds up in chunks."""
 
 _UNKNOWN = Prediction(
     total=math.nan, compute=math.nan, communication=math.nan, host=math.nan
@@ -50,29 +42,6 @@ _UNKNOWN = Prediction(
 
 _COUNTS = (4, 2, 8)
 """Chunk counts of a collective pipeline, the default first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """One candidate for a mark, lowered and timed.
-
-    Attributes:
-        mark: the mark that asks for it.
-        text: what messages call it.
-        seconds: how long the program takes; NaN where the devices' rates are unknown.
-        compute: the seconds of its computations alone; NaN likewise.
-        moving: the seconds of its transfers alone; NaN likewise.
-        host_share: the share of `seconds` for which launches keep the host busy.
-        program: the lowered program.
-    """
-
-    mark: StreamChoice
-    text: str
-    seconds: float
-    compute: float
-    moving: float
-    host_share: float
-    program: Program
 
 
 Predictions: TypeAlias = list[tuple[Program, Mapping[str, object], Prediction]]
@@ -164,7 +133,7 @@ class Evaluation:
             return [outcome]
         variants = [
             outcome.mark.with_spec(streams=2),
-            *(outcome.mark.with_spec(sums=sums) for sums in _SUMS),
+            *(outcome.mark.with_spec(sums=sums) for sums in SUMS),
         ]
         return [outcome, *filter(None, map(self.evaluate, variants))]
 
@@ -250,7 +219,7 @@ class Evaluation:
         set_choice(marks, self.section.numbers, candidate)
         # The whole section is lowered anew: layouts depend on the choice as well.
         program = with_marks(self.section.program, marks)
-        text = _text(candidate)
+        text = text_of(candidate)
         try:
             program = through(self.following, program)
         except REFUSALS as refusal:
@@ -305,7 +274,7 @@ class Evaluation:
             or not adds_up(outcome.program)
         ):
             return outcome
-        for sums in _SUMS:
+        for sums in SUMS:
             outcome = self.if_faster(outcome, mark.with_spec(sums=sums))
         return outcome
 
@@ -338,44 +307,3 @@ class Evaluation:
         if mark.spec.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         return self.if_faster(outcome, mark.with_spec(streams=2))
-
-
-def gain_of(rates: Rates) -> float:
-    """What a pipeline's time must be below, as a share of the time without."""
-    return CLEAR_GAIN if rates.estimated else GAIN
-
-
-def chunks_of(outcome: Outcome) -> int | None:
-    """The chunks that a p2p candidate got by default: one for each device."""
-    for report in all_remarks(outcome.program):
-        if isinstance(report, StreamReport) and report.pipeline == "p2p":
-            if set(outcome.mark.lines) <= set(report.lines):
-                return report.chunks
-    return None
-
-
-def ranking_text(
-    how: str, ranked: Sequence[tuple[str, float]], left_out: Sequence[str]
-) -> str:
-    """The seconds of the choice and of the other candidates in words, best first."""
-    (first, seconds), *rest = ranked
-    said = [f"{text} {seconds_text(each)}" for text, each in rest]
-    said[:1] = [f"runner-up: {text}" for text in said[:1]]
-    said = [f"{first}, {how} to take {seconds_text(seconds)}", *said, *left_out]
-    return "; ".join(said)
-
-
-def left_out_text(candidate: str, why: str) -> str:
-    """Why a candidate could not be chosen."""
-    return f"{candidate} is left out: {why}"
-
-
-def _text(mark: StreamChoice) -> str:
-    spec = mark.spec
-    if spec.pipeline is None:
-        return NOT_PIPELINED if mark.unpipelined else "as the stream that reaches it"
-    count = "a chunk a device" if spec.chunks is None else f"{spec.chunks} chunks"
-    queues = f" on {spec.streams} queues" if spec.streams else ""
-    order = "" if spec.zigzag else " in order of position"
-    sums = f" and sums {_SUMS[spec.sums]}" if spec.sums in _SUMS else ""
-    return f"{spec.pipeline} with {count}{queues}{order}{sums}"

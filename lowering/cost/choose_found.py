@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.cost.candidates import (
-    Evaluation,
+from jhost.lowering.cost.candidates import Evaluation, Predictions
+from jhost.lowering.cost.outcomes import (
     Outcome,
-    Predictions,
     chunks_of,
     gain_of,
     ranking_text,

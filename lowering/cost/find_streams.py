@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.candidates import NOT_PIPELINED
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_schedule import WholePrograms
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.outcomes import NOT_PIPELINED
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.sections import Sections

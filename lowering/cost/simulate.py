@@ -14,7 +14,8 @@ from functools import partial
 
 from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.tasks import Task, unrolled
+from jhost.lowering.cost.task import Task
+from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction

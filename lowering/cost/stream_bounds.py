@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeAlias
 
-from jhost.lowering.cost.candidates import gain_of
 from jhost.lowering.cost.kernels import kernels
+from jhost.lowering.cost.outcomes import gain_of
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.rows_of_layers import rows_apart
 from jhost.lowering.cost.work_beside import WorkBeside

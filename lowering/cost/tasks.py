@@ -23,83 +23,19 @@ from jhost.lowering.cost.kernels import (
     kernels,
     steps_for,
 )
-from jhost.lowering.cost.rates import Link, Rates
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.task import Task
+from jhost.lowering.cost.transfer_tasks import transfer_tasks
 from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS, statements
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir.layout import axes_size, bytes_of
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.stages import set_aside, stage_runs
-from jhost.lowering.ir.transfers import received_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One statement of one iteration, or a part of its work.
-
-    Attributes:
-        seconds: on the device; 0 where it only gives a value another name.
-        host: seconds on the launching thread.
-        after: the numbers of the tasks that it waits for.
-        delay: as in `Link`: seconds between its operands and its start.
-        gap: as in `Link`: seconds after the transfer that it queued behind.
-        meet: as in `Link`: seconds more for each device, once in a program.
-        transfer: whether it moves bytes between devices.
-        network: whether those bytes leave the host.
-        copied: whether a copy engine moves them, and no kernel.
-        between: whether they move between processes.
-        exclusive: whether nothing computes beside this transfer.
-        unordered: whether XLA decides when this transfer starts.
-        early: whether it may then start while another is under way.
-        taken: how many seconds longer the work beside it takes.
-        copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
-            in its place, when the array is read; None is no copy.
-        inside: for a control flow statement, the prediction for its bodies.
-        name: the name of the communication that it is a part of.
-    """
-
-    seconds: float
-    host: float
-    after: frozenset[int]
-    delay: float = 0.0
-    gap: float = 0.0
-    meet: float = 0.0
-    transfer: bool = False
-    network: bool = False
-    copied: bool = False
-    between: bool = False
-    exclusive: bool = False
-    unordered: bool = False
-    early: bool = False
-    taken: float = 0.0
-    copy: Literal["cut", "put"] | None = None
-    inside: Prediction | None = None
-    name: str = ""
-
-
-_EXCLUSIVE: Mapping[ir.CommunicationKind, float] = {"AllToAll": 0.25, "AllReduce": 1.0}
-"""The share of a collective outside of loops beside which nothing runs.
-
-XLA decides when the rest runs.  Measured on two H100s:
-
-- A layer of experts has four all-to-alls, forward and backward, and XLA ran three of
-  them alone.  With a share of a quarter, a backward behind a p2p forward is predicted
-  to take 7.7 ms, and 6.5 ms with p2p as well.  Measured were 7.2 and 6.4 ms.
-- Sums of gradients that take 6.0 ms made a step 6.0 ms longer.
-"""
-
-_TAKEN: Mapping[ir.CommunicationKind, float] = {"ReduceScatter": 0.6}
-"""How much longer the work beside a collective takes, as a share of its time.
-
-It holds where XLA has one collective under way, beside work that it picks.  With
-options to begin all of them early it is the link's `taken`.  NCCL's kernels take
-multiprocessors and memory from the work beside them.
-"""
 
 Predict: TypeAlias = Callable[[Program], Prediction]
 """How long a body takes."""
@@ -330,53 +266,22 @@ class _Unrolled(Machine):
         self.put(stmt.out, frozenset({number}), always=received)
 
     def transfer(self, stmt: ir.Communicate, after: frozenset[int]) -> None:
-        kind, axes, source = stmt.kind, stmt.axes, stmt.source
-        devices = axes_size(axes, self.mesh)
-        received = received_bytes(kind, bytes_of(source), devices)
-        link = self.rates.link(kind, axes)
-        seconds = link.seconds(kind, received, devices)
         # A stream outside of loops has transfers that jhost issued early.
         ordered = self.depth == 0 and not self.on_default_stream
-        beside = link.beside_compute or ordered or self.early
-        share = 0.0 if beside else self.exclusive_share(kind)
-        if 0 < share < 1:
-            first = Task(
-                seconds=share * seconds,
-                host=0.0,
-                after=after,
-                transfer=True,
-                exclusive=True,
-                name=stmt.name,
-            )
-            self.add(first, [])
-            after = frozenset({len(self.tasks) - 1})
-            seconds -= first.seconds
-        task = Task(
-            seconds=seconds,
-            host=link.host,
-            after=after,
-            delay=link.delay,
-            gap=link.gap,
-            meet=link.meet,
-            transfer=True,
-            network=link.network,
-            copied=link.beside_compute,
-            between=bool(between_processes(axes, self.rates.reach)),
-            exclusive=share == 1,
-            unordered=share < 1 and not (link.beside_compute or ordered),
+        *alone, rest = transfer_tasks(
+            stmt,
+            after,
+            self.rates,
+            self.mesh,
+            ordered=ordered,
+            # In a body XLA does not move collectives far enough.
+            fixed=self.in_body or self.depth > 0,
             early=self.early,
-            taken=self.taken(kind, link) * seconds,
-            name=stmt.name,
         )
-        self.add(task, [stmt.out])
-
-    def exclusive_share(self, kind: ir.CommunicationKind) -> float:
-        """The share of a collective here beside which nothing runs."""
-        # In a body XLA does not move collectives far enough.
-        return 1.0 if self.in_body or self.depth else _EXCLUSIVE.get(kind, 0.0)
-
-    def taken(self, kind: ir.CommunicationKind, link: Link) -> float:
-        return link.taken if self.early else _TAKEN.get(kind, 0.0)
+        for task in alone:
+            self.add(task, [])
+            rest = dataclasses.replace(rest, after=frozenset({len(self.tasks) - 1}))
+        self.add(rest, [stmt.out])
 
     def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
         self.writers.write(outs, len(self.tasks))

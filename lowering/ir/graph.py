@@ -70,6 +70,14 @@ class Graph(tuple[Node, ...]):
                 readers.setdefault(name, []).append(number)
         return readers
 
+    def next_to(self, number: int, forward: bool) -> Iterator[int]:
+        """The readers of a node's results, or the makers of its operands."""
+        node = self[number]
+        if forward:
+            return (n for b in node.writes for n in self.readers.get(b.name, ()))
+        makers = (self.makers.get(buffer.name) for buffer in node.reads)
+        return (maker for maker in makers if maker is not None)
+
     @functools.cached_property
     def before(self) -> Sequence[Set[int]]:
         """For each node, those before it that it must follow."""

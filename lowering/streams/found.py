@@ -17,10 +17,14 @@ from jhost.lowering.ir.marks import SerialMark, StreamChoice
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
-from jhost.lowering.rules.dim_rule import factors_of
+from jhost.lowering.ir.statements import Buffer, Communicate, Stmt
 from jhost.lowering.streams.found_marks import Parts, grouped, marks_of
 from jhost.lowering.streams.found_stream import FoundStream, best_of, overlap
+from jhost.lowering.streams.found_weights import (
+    is_product,
+    rows_that_stay,
+    spared_by,
+)
 from jhost.lowering.streams.participation import Participation, rule_of
 from jhost.lowering.streams.plan import plan_streams
 
@@ -60,7 +64,9 @@ class _StreamSearch:
         """One stream for each dim along which some communication could be hidden."""
         reached: set[tuple[str, int]] = set()
         for number, node in enumerate(self.graph):
-            stay = self.rows_that_stay(number) if self.spares else ()
+            stay = (
+                rows_that_stay(number, self.graph, self.seconds) if self.spares else ()
+            )
             dims = *_dims_that_move(node, self.mesh), *stay
             for buffer, dim in dims:
                 if (buffer.name, dim) in reached:
@@ -94,7 +100,9 @@ class _StreamSearch:
         place = self.place(parts, first)
         spared: dict[int, float] = {}
         if self.spares and place >= 0:
-            spared = {n: self.seconds[n] for n in self.spared(parts)}
+            spared = {
+                n: self.seconds[n] for n in spared_by(parts, self.graph, self.seconds)
+            }
         hidden |= spared
         gain = sum(hidden.values()) + sum(evened.values())
         if not gain:
@@ -124,53 +132,6 @@ class _StreamSearch:
         last = len(self.graph[number].reads[position].shape) - 1
         return -1 if access.dim == last else access.dim
 
-    # --- Weights that could stay ---------------------------------------------------- #
-
-    def rows_that_stay(self, number: int) -> Iterator[tuple[Buffer, int]]:
-        """The dims of products that axes shard over which their weight is gathered.
-
-        The weight could stay instead, while chunks of the dim move.  The last dim has
-        features: chunks of these would be parts of another weight.
-        """
-        stmt = self.graph[number].stmt
-        if not isinstance(stmt, Communicate) or stmt.kind != "AllGather":
-            return
-        if not self.seconds[number]:
-            return
-        for reader in self.around(number, forward=True):
-            if _is_product(self.graph[reader].stmt):
-                for buffer in self.graph[reader].writes:
-                    yield from _rows_over(buffer, stmt.axes)
-
-    def spared(self, parts: Parts) -> Iterator[int]:
-        """The transfers of weights and of their gradients over axes that shard the dim.
-
-        They are not needed if chunks of the dim move instead.
-        """
-        for number, part in parts.items():
-            if not self.contracts(number):
-                continue
-            reads = self.graph[number].reads
-            dims = (reads[n].dims[access.dim] for n, access in part.reads.items())
-            axes = {axis for dim in dims for axis in dim.axes}
-            for forward in (False, True):
-                for other in self.around(number, forward):
-                    stmt = self.graph[other].stmt
-                    moves = isinstance(stmt, Communicate) and axes.issuperset(stmt.axes)
-                    if moves and other not in parts:
-                        yield other
-
-    def around(self, number: int, forward: bool) -> Iterator[int]:
-        """The transfers and contractions next to a node, one way."""
-        seen, waiting = {number}, [number]
-        for each in waiting:
-            if each != number and self.seconds[each]:
-                yield each
-                continue
-            new = [n for n in self.next(each, forward) if n not in seen]
-            seen.update(new)
-            waiting += new
-
     def works_for(self, number: int, parts: Parts) -> list[set[int]]:
         """What a loop could hide a communication behind, one way or both.
 
@@ -198,18 +159,14 @@ class _StreamSearch:
                 continue
             if each != number and isinstance(self.graph[each].stmt, Communicate):
                 continue
-            new = [n for n in self.next(each, forward) if n in parts and n not in seen]
+            new = [
+                n
+                for n in self.graph.next_to(each, forward)
+                if n in parts and n not in seen
+            ]
             seen.update(new)
             waiting += new
         return found
-
-    def next(self, number: int, forward: bool) -> Iterator[int]:
-        """The readers of a node's results, or the makers of its operands."""
-        node = self.graph[number]
-        if forward:
-            return (n for b in node.writes for n in self.graph.readers.get(b.name, ()))
-        makers = (self.graph.makers.get(buffer.name) for buffer in node.reads)
-        return (maker for maker in makers if maker is not None)
 
     def sum(self, numbers: Sequence[int]) -> float:
         return sum(self.seconds[n] for n in numbers)
@@ -240,7 +197,7 @@ class _StreamSearch:
         """Whether it is a product with one operand, and the result, cut by a stream."""
         part = parts[number]
         cut = len(part.reads) == 1 and bool(part.writes)
-        return cut and _is_product(self.graph[number].stmt)
+        return cut and is_product(self.graph[number].stmt)
 
     def is_cut_by_loops(self, number: int, parts: Parts) -> bool:
         """Whether a stream cuts what no mesh axis may: the keys of attention.
@@ -249,18 +206,6 @@ class _StreamSearch:
         """
         rule = rule_of(self.graph[number])
         return rule is not None and parts[number].factor in rule.unsharded
-
-
-def _is_product(stmt: Stmt) -> bool:
-    """Whether it is one product of rows and a matrix: no attention, and no batch."""
-    if not isinstance(stmt, Compute):
-        return False
-    (unit_eqn,) = stmt.unit.eqns
-    rule = unit_eqn.rule
-    if not rule.contracts or rule.matmul is not None:
-        return False
-    left, right, out = map(factors_of, (*rule.operands[:2], rule.results[0]))
-    return not left & right & out
 
 
 def _dims_that_move(
@@ -279,12 +224,6 @@ def _dims_that_move(
         case _:
             dims = []
     yield from ((stmt.out, dim) for dim in dims)
-
-
-def _rows_over(buffer: Buffer, axes: Sequence[str]) -> Iterator[tuple[Buffer, int]]:
-    """The dims of a value that are sharded over all the axes, but for the last dim."""
-    rows = enumerate(buffer.dims[:-1])
-    return ((buffer, n) for n, dim in rows if {*axes} <= {*dim.axes})
 
 
 def _divides(stmt: Communicate, dim: int, mesh: Mapping[str, int]) -> bool:

@@ -22,7 +22,7 @@ import jhost
 from jhost import errors
 from jhost.lowering.communication_report import CommunicationReport
 from jhost.lowering.cost.rates import Link, Rates
-from jhost.lowering.cost.tasks import Task
+from jhost.lowering.cost.task import Task
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.remarks import (

@@ -240,6 +240,34 @@ def test_a_count_of_chunks_that_found_streams_do_not_follow_is_noted(
     assert any("chunks=2 only applies to values" in n for n in explanation.notes)
 
 
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ({}, True),
+        ({"streams": "marked"}, False),
+        ({"pipeline": "off"}, False),
+        ({"pipeline": "p2p"}, False),
+    ],
+)
+def test_settings_say_whether_streams_are_found(
+    mesh: Mesh, how: dict[str, Any], found: bool
+) -> None:
+    f = jhost.jit(lambda x, up, down: (x @ up) @ down, mesh=mesh, **BLOCK_SPECS, **how)
+    with finding.everywhere():
+        assert bool(jhost.explain(f, X, UP, DOWN).loops) == found
+
+
+def test_serial_ends_a_stream_that_was_found(mesh: Mesh) -> None:
+    def model(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.serial(x @ up) @ down
+
+    f = jhost.jit(model, mesh=mesh, **BLOCK_SPECS)
+    with finding.everywhere():
+        explanation = jhost.explain(f, X, UP, DOWN)
+    assert explanation.loops == 2  # without `serial` it is one
+    assert any("jhost.serial keeps it whole" in note for note in explanation.notes)
+
+
 def test_serial_stops_a_stream_and_is_named() -> None:
     @jhost.jit(chunks=2)
     def model(x: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ from jhost.lowering.cost.exposed import transfer_times
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
 from jhost.lowering.cost.simulate import ends_of, predict
-from jhost.lowering.cost.tasks import Task, unrolled
+from jhost.lowering.cost.task import Task
+from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.index import LoopIndex, Rank
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
