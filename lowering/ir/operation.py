@@ -195,14 +195,6 @@ def has_contraction(stmt: Stmt) -> bool:
     return isinstance(stmt, Compute) and any(e.rule.contracts for e in stmt.unit.eqns)
 
 
-def can_wait(stmt: Stmt) -> bool:
-    """Whether it may be computed anywhere before its readers, and takes little time."""
-    return isinstance(stmt, Compute) and all(
-        not (eqn.eqn.effects or eqn.rule.is_closed or eqn.rule.reduces)
-        for eqn in stmt.unit.eqns
-    )
-
-
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
     """The operation of `stmt`; a prefix is added to the names of its values."""
     flops, joined = 0, None

@@ -14,9 +14,9 @@ from typing import ClassVar
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_in
-from jhost.lowering.ir.operation import can_wait
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import Compute, Stmt
 from jhost.lowering.schedule.recompute.loops import with_copies
 from jhost.lowering.streams.plan import with_plan_of
 
@@ -57,7 +57,7 @@ def _places(program: Program, late: Container[str]) -> list[int]:
     for number in reversed(range(end)):
         stmt = program.body[number]
         reads, writes = reads_writes(stmt)
-        if can_wait(stmt) or any(buffer.name in late for buffer in writes):
+        if _can_wait(stmt) or any(buffer.name in late for buffer in writes):
             reader = min(first.get(buffer.name, number) for buffer in writes)
             kept = [b for b in reads if last.get(b.name, number) < reader]
             # Moved, the statement keeps its operands alive until then, and not its
@@ -69,3 +69,10 @@ def _places(program: Program, late: Container[str]) -> list[int]:
             first[buffer.name] = min(place, first.get(buffer.name, end))
             last[buffer.name] = max(place, last.get(buffer.name, 0))
     return places
+
+
+def _can_wait(stmt: Stmt) -> bool:
+    return isinstance(stmt, Compute) and all(
+        not (eqn.eqn.effects or eqn.rule.is_closed or eqn.rule.reduces)
+        for eqn in stmt.unit.eqns
+    )

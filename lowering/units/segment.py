@@ -3,7 +3,7 @@
 Communications stay alone.  Computations that work on the same chunk may merge, and a
 predicate of the caller's says which of them do (nvFuser #4145).
 Loop and stream statements are borders: the statements between two of them are segmented
-by themselves.  Cheap values cross those of streams first, to what reads them.
+by themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from jhost.lowering.ir.graph import (
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
-from jhost.lowering.units.beside_readers import beside_readers
 
 
 def merge_all(group: Group, joining: Group) -> bool:
@@ -94,7 +93,6 @@ class _Segmenter:
         self.known = known
         self.names = FreshNames()
         self.kept = {result.name for result in program.results}
-        self.aliases = set[str]()
         self.reads: Counter[str] = Counter()
         every = ir.walk(program.body)
         # A loop's statements come by themselves.
@@ -105,13 +103,12 @@ class _Segmenter:
         for stmt in every:
             # A value written through an alias or into an allocation is never local.
             if isinstance(stmt, ir.Select):
-                self.aliases.add(stmt.out.name)
+                self.kept.add(stmt.out.name)
             elif isinstance(stmt, ir.Allocate):
-                self.aliases.add(stmt.buffer.name)
-        self.kept |= self.aliases
+                self.kept.add(stmt.buffer.name)
 
     def body(self, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
-        return tuple(self.stretches(beside_readers(body, self.aliases)))
+        return tuple(self.stretches(body))
 
     def stretches(self, body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         """`body` with each stretch between borders segmented."""

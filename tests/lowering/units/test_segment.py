@@ -27,7 +27,6 @@ from jhost.lowering.layouts.convert_to_communications import ConvertToCommunicat
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
-from jhost.lowering.schedule.order import in_order
 from jhost.lowering.units.segment import Segment
 from tests.lowering.traced import array, built, work
 
@@ -263,19 +262,3 @@ def test_what_was_merged_once_is_merged_for_all_programs() -> None:
     # What others read of a unit is a part of what is remembered.
     fewer = dataclasses.replace(program, results=program.results[:1])
     assert str(segment.change(fewer)) == str(Segment().change(fewer))
-
-
-def test_cheap_values_stand_with_their_reader_behind_work_in_order() -> None:
-    """XLA fuses them there: the works are ordered, and what is made of them is not."""
-
-    def f(x: jax.Array, gate: jax.Array, up: jax.Array, w: jax.Array) -> jax.Array:
-        h = jnp.tanh(x @ gate) * (x @ up)
-        return h @ jhost.shard(jhost.shard(w, P("tp")), P(None, None))
-
-    layouts = PropagateLayouts(), DelayReductions(), ConvertToCommunications()
-    program = run_passes(built(f, *[(8, 8)] * 4, tp=2), layouts)
-    (moved,) = (stmt for stmt in program.body if isinstance(stmt, Communicate))
-    ordered = in_order(program, {moved.name: "collective"})
-    made = units(Segment().change(ordered))
-    products = [["dot_general"]] * 2
-    assert made == [["AllGather"], *products, ["tanh", "mul"], ["dot_general"]]
