@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
@@ -209,21 +210,16 @@ def _for_accumulators(
     ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayType:
-    """The local shape and dtype of an operand or a result of a unit."""
+LocalType: TypeAlias = jax.ShapeDtypeStruct | None
+"""The local type of an operand or a result of a unit; None if no equation uses it."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-UnitTypes: TypeAlias = tuple[Sequence[ArrayType | None], Sequence[ArrayType | None]]
+UnitTypes: TypeAlias = tuple[Sequence[LocalType], Sequence[LocalType]]
 """The types of a unit's operands, and the types of its results."""
 
 
 def unit_types(unit: Unit, site: Site) -> UnitTypes:
-    """The types of operands and results at `site`; None if no equation uses them."""
-    types: dict[Var, ArrayType] = {}
+    """The types of operands and results at `site`."""
+    types: dict[Var, jax.ShapeDtypeStruct] = {}
     for unit_eqn in unit.eqns:
         eqn, rule = unit_eqn.eqn, unit_eqn.rule
         shard = EqnShard(unit_eqn, site)
@@ -238,6 +234,6 @@ def unit_types(unit: Unit, site: Site) -> UnitTypes:
 
 def _type(
     var: Var, dims: Dims, shard: EqnShard, accumulator: np.dtype | None
-) -> ArrayType:
+) -> jax.ShapeDtypeStruct:
     dtype = accumulator or getattr(var.aval, "dtype", np.dtype(object))
-    return ArrayType(part_shape(dims, shape_of(var), shard), dtype)
+    return jax.ShapeDtypeStruct(part_shape(dims, shape_of(var), shard), dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jhost import errors
@@ -17,8 +18,8 @@ from jhost.lowering.ir.machine import DEFAULT_STREAM
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.units.evaluate import (
-    ArrayType,
     ChunkAt,
+    LocalType,
     Site,
     UnitTypes,
     unit_types,
@@ -214,7 +215,7 @@ def _check_chunk(state: State, chunk: ir.Chunk) -> ChunkAt:
 
 
 def _check_arity(
-    state: State, buffers: Sequence[ir.Buffer], types: Sequence[ArrayType | None]
+    state: State, buffers: Sequence[ir.Buffer], types: Sequence[LocalType]
 ) -> None:
     if len(buffers) != len(types):
         state.fail(
@@ -224,12 +225,12 @@ def _check_arity(
         )
 
 
-def _pair(type_: ArrayType) -> tuple[tuple[int, ...], np.dtype]:
+def _pair(type_: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:
     return type_.shape, type_.dtype
 
 
 def _fail_type(
-    state: State, buffer: ir.Buffer, shape: tuple[int, ...], type_: ArrayType
+    state: State, buffer: ir.Buffer, shape: tuple[int, ...], type_: jax.ShapeDtypeStruct
 ) -> None:
     state.fail(
         f"{buffer.name} of {type_.dtype}{list(type_.shape)}",
