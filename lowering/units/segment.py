@@ -48,7 +48,7 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
     return (stmt.chunk,)
 
 
-_Group: TypeAlias = tuple[Sequence[ir.Compute], Sequence[ir.Stmt]]
+_UnitStatements: TypeAlias = tuple[Sequence[ir.Compute], Sequence[ir.Stmt]]
 """The computations of a group, and all its statements."""
 
 
@@ -62,9 +62,9 @@ class _Known:
             the values that others read.
     """
 
-    groups: dict[tuple[int, ...], tuple[Sequence[ir.Stmt], Sequence[_Group]]] = (
-        dataclasses.field(default_factory=dict[Any, Any])
-    )
+    groups: dict[
+        tuple[int, ...], tuple[Sequence[ir.Stmt], Sequence[_UnitStatements]]
+    ] = dataclasses.field(default_factory=dict[Any, Any])
     units: dict[
         tuple[tuple[int, ...], tuple[str, ...]],
         tuple[Sequence[ir.Compute], ir.Compute],
@@ -139,7 +139,7 @@ class _Segmenter:
             else:
                 yield from (loops.get(id(stmt), stmt) for stmt in every)
 
-    def groups(self, stmts: Sequence[ir.Stmt]) -> Sequence[_Group]:
+    def groups(self, stmts: Sequence[ir.Stmt]) -> Sequence[_UnitStatements]:
         """The groups of a stretch: the computations of each, and all its statements."""
         key = tuple(map(id, stmts))
         if key not in self.known.groups:
