@@ -1,29 +1,46 @@
-"""Cumulative sums, products, maxima and minima in blocks."""
+"""Cumulative sums, products, maxima and minima in blocks, and sums of exponentials."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.padding.blocks import blocks_of
-from jhost.lowering.rules.reducers import COMBINE, Reducer, from_zero, identity
+from jhost.lowering.rules.reducers import Reducer, from_zero, identity
 from jhost.lowering.rules.windows import padded
 
-SCANS: Mapping[str, tuple[Callable[..., Any], Reducer]] = {
-    "cummax": (lax.cummax, "max"),
-    "cummin": (lax.cummin, "min"),
-    "cumprod": (lax.cumprod, "prod"),
-    "cumsum": (lax.cumsum, "sum"),
+
+def _log_add_exp(x: Any, y: Any) -> Any:
+    """As in `jnp.logaddexp`, without its calls."""
+    apart = lax.sub(x, y)
+    more = lax.log1p(lax.exp(lax.neg(lax.abs(apart))))
+    # Two infinities of one sign are NaN apart, and have their sum.
+    is_nan = lax.ne(apart, apart)
+    return lax.select(is_nan, lax.add(x, y), lax.add(lax.max(x, y), more))
+
+
+SCANS: Mapping[str, tuple[Callable[..., Any], Callable[[Any, Any], Any], Reducer]] = {
+    "cumlogsumexp": (lax.cumlogsumexp, _log_add_exp, "max"),
+    "cummax": (lax.cummax, lax.max, "max"),
+    "cummin": (lax.cummin, lax.min, "min"),
+    "cumprod": (lax.cumprod, lax.mul, "prod"),
+    "cumsum": (lax.cumsum, lax.add, "sum"),
 }
+"""Each with how two parts combine, and a reducer with the same neutral element."""
 
 
-def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any]:
+def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
     """A scan of each block, and one of their totals."""
+    (x,) = eqn.invars
+    # Of complex numbers there is no least one to begin with.
+    if eqn.primitive.name == "cumlogsumexp" and jnp.iscomplexobj(x.aval):
+        return None
     dim, reverse = eqn.params["axis"], eqn.params["reverse"]
-    scan, reducer = SCANS[eqn.primitive.name]
+    scan, combine, reducer = SCANS[eqn.primitive.name]
 
     def scanned(x: Any) -> Any:
         whole, nothing = x.shape[dim], identity(reducer, x.dtype)
@@ -40,7 +57,7 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any]:
         before = padded(totals, dim, nothing, (-1, 1) if reverse else (1, -1))
         others = [d for d in range(x.ndim) if d != dim + 1]
         before = lax.broadcast_in_dim(before, x.shape, others)
-        made = lax.collapse(COMBINE[reducer](before, inside), dim, dim + 2)
+        made = lax.collapse(combine(before, inside), dim, dim + 2)
         if made.shape[dim] == whole:
             return made
         return lax.slice_in_dim(made, 0, whole, axis=dim)

@@ -31,7 +31,7 @@ from jhost.lowering.units.make import computes_of
 _Blockwise: TypeAlias = Callable[[JaxprEqn, int], Callable[[Any], Any] | None]
 """Computes an equation in so many blocks of its dim, if that is possible."""
 
-_IN_BLOCKS: Mapping[str, _Blockwise] = {
+BLOCKWISE: Mapping[str, _Blockwise] = {
     **dict.fromkeys(SCANS, scan_in_blocks),
     **dict.fromkeys(SEARCHES, best_in_blocks),
     "top_k": most_in_blocks,
@@ -51,7 +51,7 @@ class InBlocks:
 
 
 def _has_any(program: Program) -> bool:
-    return any(_name(stmt) in _IN_BLOCKS for stmt in statements(program))
+    return any(_name(stmt) in BLOCKWISE for stmt in statements(program))
 
 
 def _name(stmt: Stmt) -> str:
@@ -83,7 +83,7 @@ def _in_blocks(
 ) -> Callable[[Any], Any] | None:
     """Computes a statement in as many blocks as its dim may come in parts."""
     # A literal has no parts.
-    if not isinstance(stmt, Compute) or _name(stmt) not in _IN_BLOCKS or not stmt.ins:
+    if not isinstance(stmt, Compute) or _name(stmt) not in BLOCKWISE or not stmt.ins:
         return None
     (x,), eqn = stmt.ins, stmt.unit.eqns[0].eqn
     dim = _dim(eqn)
@@ -95,7 +95,7 @@ def _in_blocks(
         return None
     # Rather of one size each, and then as many as there may be.
     blocks = max(counts, key=lambda n: (size % n == 0, n))
-    return _IN_BLOCKS[_name(stmt)](eqn, blocks)
+    return BLOCKWISE[_name(stmt)](eqn, blocks)
 
 
 def _dim(eqn: JaxprEqn) -> int:

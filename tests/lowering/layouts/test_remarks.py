@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -17,7 +16,6 @@ from jhost.lowering.ir.layout import axes_size, layout_of
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Reshard, Scan
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
-from tests.lowering.on_mesh import tp
 from tests.lowering.traced import asked, built, remarks, reshard_bytes
 
 shard = jhost.shard
@@ -219,23 +217,3 @@ def test_what_a_contraction_gathers_is_not_repeated() -> None:
 
     program = PropagateLayouts().apply(asked(f, (8, 8), (8, 64), tp=4))
     assert not remarks(program, ReplicationReport)
-
-
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x: jnp.sort(x, axis=0),
-        lambda x: lax.top_k(x.T, 16)[0],
-        lambda x: jnp.linalg.qr(x)[0],
-        lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 40),
-        lambda x: jnp.concatenate([x] * 33),
-        lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b + a, (0,)),
-        lambda x: lax.cumlogsumexp(x, axis=0),
-        lambda x: jnp.reshape(x.T, (-1,)),
-    ],
-    ids=["sort", "top_k", "qr", "slice", "concatenate", "reduce", "scan", "reshape"],
-)
-def test_what_is_said_to_be_gathered_is_named(fun: Callable[[Any], Any]) -> None:
-    """The list of docs/performance.md."""
-    lowered = jhost.jit(fun, **tp(4, (P("tp"),), P())).lower(np.zeros((64, 3)))
-    assert remarks(lowered.host_ir, ReplicationReport)

@@ -70,11 +70,23 @@ def test_zeros_keep_their_signs(rows: int) -> None:
 
     given = jhost.jit(function, **tp(4, P(), P()))(x)
     wanted = jax.jit(function)(x)
-    chex.assert_trees_all_equal(given, wanted)
+    chex.assert_trees_all_close(given, wanted, rtol=1e-6)
     for one, other in zip(given, wanted, strict=True):
         is_number = ~np.isnan(np.asarray(other, np.float32))
         signs = [np.signbit(np.asarray(each, np.float32)) for each in (one, other)]
         np.testing.assert_array_equal(signs[0] & is_number, signs[1] & is_number)
+
+
+def test_sums_of_exponentials_are_made_in_blocks() -> None:
+    x = jnp.asarray(integers(16, 3) / 4, jnp.float32)
+    x = x.at[:5, 0].set(-np.inf).at[6, 1].set(np.nan)
+
+    def function(x: jax.Array) -> jax.Array:
+        return lax.cumlogsumexp(x, axis=0, reverse=True)
+
+    f = jhost.jit(function, **tp(4, (ROWS,), ROWS))
+    chex.assert_trees_all_close(f(x), jax.jit(function)(x), rtol=1e-6)
+    assert _received(f.lower(x).host_ir) == [(4, 3)]
 
 
 def test_totals_of_zeros_are_all_that_moves() -> None:

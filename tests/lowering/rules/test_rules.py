@@ -59,7 +59,7 @@ def _batched_update(x: Any, index: Any, update: Any) -> Any:
 
 
 # By primitive: a function with an equation of it, and arguments.
-_CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
+CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
     # rules_contract.py
     "conv_general_dilated": (
         lambda x, w: lax.conv_general_dilated(x, w, (1, 2), "VALID"),
@@ -275,17 +275,17 @@ def test_every_rule_has_a_case() -> None:
         *_IN_OWN_TESTS,
         "shard_map",
     }
-    missing = ruled_primitives() - _CASES.keys() - elsewhere
+    missing = ruled_primitives() - CASES.keys() - elsewhere
     # test_attention.py has the kernels of attention and their wrappers, and
     # test_written_attention.py jhost's own.
     assert not [name for name in missing if "dot_product_attention" not in name]
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_part_of_the_equation_gives_that_part_of_the_result(
     name: str, check_rule: CheckRule
 ) -> None:
-    function, *args = _CASES[name]
+    function, *args = CASES[name]
     assert name in check_rule(function, *args)
 
 
