@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
-from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.choose_permutes import ranked_kinds
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.sections import Section
@@ -280,7 +280,7 @@ class Evaluation:
             same = other.body is program.body and other.results == program.results
             if same and how == its:
                 return prediction
-        (_, prediction), *_ = by_permutes(program, rates, **how, followed=True)
+        (_, prediction), *_ = ranked_kinds(program, rates, **how, followed=True)
         self.predictions.append((program, how, prediction))
         return prediction
 
