@@ -13,7 +13,7 @@ from jhost._api import JitFunction, as_jhost_function
 from jhost._calibration_holds import rates_here
 from jhost._call.arguments import by_name
 from jhost._call.stages import Compiled
-from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.choose_permutes import ranked_kinds
 from jhost.lowering.explain import puts
 from jhost.lowering.ir.display_names import displayed_statements
 from jhost.lowering.ir.scopes import statement_texts
@@ -76,7 +76,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
     module = parse_module(compiled.as_text() or "")
     rates = rates_here(devices, puts(program))
-    predicted = rates and by_permutes(program, rates)[0][1]
+    predicted = rates and ranked_kinds(program, rates)[0][1]
     return overlap_report(
         timeline(
             trace,

@@ -37,7 +37,7 @@ from benchmarks.step.whole.model import first_state, tokens_of
 from jhost._call.bind import call_of
 from jhost._call.build import built
 from jhost.lowering.cost.choose_layouts import ChooseLayouts
-from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.choose_permutes import ranked_kinds
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.emit.control_flow import call_control_flow
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, with_each_body
@@ -228,7 +228,7 @@ def lowered(program: Program) -> tuple[float, list[str]]:
     assert rates is not None
     every = passes(settings=StreamDefaults(), streams=4, rates=rates, device_kind=KIND)
     program = run_passes(program, every.all)
-    (_, predicted), *_ = by_permutes(program, rates)
+    (_, predicted), *_ = ranked_kinds(program, rates)
     notes = [each.text for each in program.remarks if isinstance(each, Note)]
     return 1e3 * predicted.total, notes
 

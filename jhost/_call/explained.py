@@ -12,7 +12,7 @@ from jhost._call.execute import loops_of
 from jhost._call.once_a_line import notes_of_unread
 from jhost._call.program import unpipelined_program
 from jhost._call.whole import Whole
-from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.choose_permutes import ranked_kinds
 from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.explain import DeviceFacts, explain_program, puts
 from jhost.lowering.explanation import Explanation
@@ -67,8 +67,8 @@ def _with_times(
     if rates is None or not rates.overlaps:
         return dataclasses.replace(explanation, nothing_overlaps=rates is not None)
     plain = unpipelined_program(call_jaxpr, config)
-    (_, predicted), *_ = by_permutes(program, rates)
-    (_, unpipelined), *_ = by_permutes(plain, rates)
+    (_, predicted), *_ = ranked_kinds(program, rates)
+    (_, unpipelined), *_ = ranked_kinds(plain, rates)
     return dataclasses.replace(
         explanation, predicted=predicted, unpipelined=unpipelined
     )

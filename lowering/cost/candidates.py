@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.errors import first_line
-from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.choose_permutes import ranked_kinds
 from jhost.lowering.cost.outcomes import (
     SUMS,
     Outcome,
@@ -249,7 +249,7 @@ class Evaluation:
             same = other.body is program.body and other.results == program.results
             if same and how == its:
                 return prediction
-        (_, prediction), *_ = by_permutes(program, rates, **how, followed=True)
+        (_, prediction), *_ = ranked_kinds(program, rates, **how, followed=True)
         self.predictions.append((program, how, prediction))
         return prediction
 

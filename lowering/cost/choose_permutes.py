@@ -36,7 +36,7 @@ class ChoosePermutes:
     def apply(self, program: Program) -> Program:
         if self.rates is None or self.rates.put is None or not _permutes(program):
             return program
-        ranked = by_permutes(program, self.rates)
+        ranked = ranked_kinds(program, self.rates)
         report = PermuteReport(kind=ranked[0][0], predicted=tuple(ranked))
         return dataclasses.replace(program, remarks=(*program.remarks, report))
 
@@ -49,7 +49,7 @@ def _permutes(program: Program) -> bool:
     )
 
 
-def by_permutes(
+def ranked_kinds(
     program: Program, rates: Rates, **how: Any
 ) -> list[tuple[PermuteKind, Prediction]]:
     """The prediction for each kind of permutes that there is, the better one first."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles
-from jhost.lowering.cost.choose_permutes import by_permutes, kinds_of
+from jhost.lowering.cost.choose_permutes import kinds_of, ranked_kinds
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
 from jhost.lowering.cost.remembering import FollowingPass, through
@@ -109,7 +109,9 @@ class WholePrograms:
         transfers = self.schedule.transfers
         assert transfers.rates is not None
         scheduled = self.schedule.apply(self.with_loops(program))
-        (_, predicted), *_ = by_permutes(transfers.in_units(scheduled), transfers.rates)
+        (_, predicted), *_ = ranked_kinds(
+            transfers.in_units(scheduled), transfers.rates
+        )
         return predicted
 
     def at_least(self, program: Program) -> float:
