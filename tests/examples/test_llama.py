@@ -47,19 +47,27 @@ def plain_losses(mesh: str) -> list[float]:
     return losses_of("--plain", "--mesh", mesh)
 
 
-def test_the_loss_falls() -> None:
-    losses = plain_losses("tp=2")
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[1]]
+)
+def test_the_loss_falls(mesh: str) -> None:
+    losses = plain_losses(mesh)
     assert len(losses) == STEPS
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_losses_are_the_same_on_every_mesh() -> None:
+    one, other = map(plain_losses, MESHES)
+    np.testing.assert_allclose(one, other, rtol=BFLOAT16 / 4)
 
 
 @pytest.mark.parametrize(
     "mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[1]]
 )
 def test_losses_are_the_same_with_jhost(mesh: str) -> None:
-    """And on every mesh."""
     losses = losses_of("--mesh", mesh)
-    np.testing.assert_allclose(losses, plain_losses("tp=2"), rtol=BFLOAT16 / 4)
+    np.testing.assert_allclose(losses, plain_losses(mesh), rtol=BFLOAT16 / 4)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ class Model(nnx.Module):
         self.blocks = nnx.List(
             [
                 layers.TransformerBlock(
-                    FEATURES, HEADS, HIDDEN, num_kv_heads=1, rngs=rngs
+                    FEATURES, HEADS, HIDDEN, num_kv_heads=2, rngs=rngs
                 )
                 for _ in range(LAYERS)
             ]
@@ -232,9 +232,8 @@ def losses(mesh: Mesh, loss: Callable[..., jax.Array]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_model_trains_as_without_jhost() -> None:
+def test_a_model_trains_as_without_jhost(mesh: Mesh) -> None:
     """`nnx.jit`, `nnx.value_and_grad` and `nnx.Optimizer` are as they always are."""
-    mesh = mesh_of(dp=2, tp=2)
     hosted = jhost.jit(loss_of, mesh=mesh, in_shardings=(None, P("dp")), **HOW["p2p"])
     given, wanted = losses(mesh, hosted), losses(mesh, loss_of)
     np.testing.assert_allclose(given, wanted, rtol=1e-4)
