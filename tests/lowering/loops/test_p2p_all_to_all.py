@@ -284,9 +284,10 @@ def test_the_backward_is_pipelined_as_well(devices: int, pieces: int) -> None:
 def test_gradients_of_bfloat16_weights_add_in_float32(devices: int) -> None:
     """1 and 2**-8 each: a bfloat16 sum would stay at 1."""
     groups = 2 * devices
-    x = np.full((groups, 8, 1, 2), 2.0**-8, jnp.bfloat16)
+    x: Any = np.full((groups, 8, 1, 2), 2.0**-8, jnp.bfloat16)
     x[0] = 1
-    up, down = np.ones((8, 2, 16), x.dtype), np.ones((8, 16, 2), x.dtype)
+    up: Any = np.ones((8, 2, 16), x.dtype)
+    down: Any = np.ones((8, 16, 2), x.dtype)
 
     def loss(up: Array) -> Array:
         return jnp.sum(jhost.jit(experts, **tp(devices, *SPECS))(x, up, down))
