@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -57,7 +58,13 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
         before = padded(totals, dim, nothing, (-1, 1) if reverse else (1, -1))
         others = [d for d in range(x.ndim) if d != dim + 1]
         before = lax.broadcast_in_dim(before, x.shape, others)
-        made = lax.collapse(combine(before, inside), dim, dim + 2)
+        made = combine(before, inside)
+        if reducer == "prod" and jnp.iscomplexobj(made):
+            # The first block has no factor before it: 1 times an infinity is NaN.
+            number = lax.broadcasted_iota(np.int32, made.shape, dim)
+            first = lax.eq(number, lax.full_like(number, blocks - 1 if reverse else 0))
+            made = lax.select(first, inside, made)
+        made = lax.collapse(made, dim, dim + 2)
         if made.shape[dim] == whole:
             return made
         return lax.slice_in_dim(made, 0, whole, axis=dim)

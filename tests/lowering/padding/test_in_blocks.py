@@ -89,6 +89,19 @@ def test_sums_of_exponentials_are_made_in_blocks() -> None:
     assert _received(f.lower(x).host_ir) == [(4, 3)]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_first_of_a_complex_product_is_multiplied_by_nothing(reverse: bool) -> None:
+    """One times a complex infinity is NaN."""
+    x = jnp.array([np.inf, np.inf, 1, 1j, np.inf, np.inf], np.complex64)[:, None]
+
+    def first(x: jax.Array) -> jax.Array:
+        product = lax.cumprod(jhost.shard(x, ROWS), axis=0, reverse=reverse)
+        return product[-2:] if reverse else product[:2]
+
+    given = jhost.jit(first, **tp(4, P(), P()))(x)
+    np.testing.assert_array_equal(given, jax.jit(first)(x))
+
+
 def test_totals_of_zeros_are_all_that_moves() -> None:
     x = np.full(8, -0.0, np.float32)
     program = exact(lambda x: 1 / jnp.cumsum(x), x, **tp(4, (ROWS,), ROWS))
