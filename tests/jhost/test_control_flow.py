@@ -167,4 +167,4 @@ def test_checks_of_jax_s_own() -> None:
     with jax.enable_checks(True), jax.checking_leaks(), jax.debug_nans(True):
         assert jnp.array_equal(grad(*ARGS), jax.grad(square_loss(relu_block))(*ARGS))
         with pytest.raises(FloatingPointError, match="nan"):
-            grad(X.at[0, 0].set(jnp.nan), UP, DOWN)
+            grad(jnp.asarray(X).at[0, 0].set(jnp.nan), UP, DOWN)

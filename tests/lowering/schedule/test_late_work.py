@@ -92,7 +92,7 @@ def test_explain_names_what_is_late_and_what_it_stands_beside() -> None:
 def test_a_nan_of_one_layer_stays_in_its_gradients() -> None:
     """Nothing is multiplied by a placeholder: the first iteration stands before."""
     (up, down), x = operands(3)
-    down = down.at[0].set(jnp.nan)
+    down = jnp.asarray(down).at[0].set(jnp.nan)
     made = jhost.jit(jax.grad(loss, (0, 1)), **settings())((up, down), x)
     plain = jax.grad(loss, (0, 1))((up, down), x)
     for one, other in zip(*map(jax.tree.leaves, (made, plain)), strict=True):
