@@ -10,10 +10,11 @@ too.  If most of its bytes have work to stand beside, XLA gets options to begin
 collectives early and to have several under way.  In other programs these options would
 make collectives delay the computations that they have nothing to do with.
 
-A program that communicates along several axes does not get the options.  Collectives
-over different devices may then wait for each other: on four H200s in two processes
-without peer access, a training step of 8B over dp=2, tp=2 never ended in `jax.jit` with
-the options, JAX 0.11.2, and did without them and in jhost's order.
+A program that communicates along several axes does not get the options.  With them,
+collectives over different devices may wait for each other forever.  That was seen on
+four H200s in two processes without peer access (JAX 0.11.2).  A training step of 8B
+over dp=2, tp=2 never ended in `jax.jit` with the options.  It ended without them, and
+in jhost's order.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class _Clock:
         """The unordered transfers that are not issued yet, as they are needed."""
         read = _read_by_loops(tasks)
         self.for_loops = [number for number in self.unordered if number in read]
-        """The ones that loops or branches wait for."""
+        """The unordered transfers that loops or branches wait for."""
         self.under_way = 0.0
         """When the last of those that are issued ends."""
         self.ends: dict[int, float] = {}
@@ -247,9 +247,9 @@ class _Clock:
         """Issue the transfers whose operands are issued, and return the others."""
         left: list[int] = []
         for number in transfers:
-            # Most wait for a task that is not issued, or for none.
-            left_to = [n for n in self.tasks[number].after if n not in self.ends]
-            if all(map(self.can_end, left_to)):
+            # Tasks that were issued need no call, and this is asked often.
+            missing = [n for n in self.tasks[number].after if n not in self.ends]
+            if all(map(self.can_end, missing)):
                 self.issue(number)
             else:
                 left.append(number)

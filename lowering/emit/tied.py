@@ -24,7 +24,7 @@ def made_in(loop: For) -> frozenset[str]:
     aliases = Aliases(loop.body)
     stmts = [stmt for stmt in walk(loop.body) if not isinstance(stmt, Select)]
     buffers = [buffer for stmt in stmts for buffer in written(stmt)]
-    made = {b.name for b in buffers} | {aliases.memory(b).name for b in buffers}
+    made = {b.name for b in buffers} | aliases.memories(buffers)
     parts = aliases.selects.values()
     made |= {s.out.name for s in parts if aliases.memory(s.source).name in made}
     return frozenset(made)

@@ -160,7 +160,7 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
     def names(node: Node, buffers: Sequence[Buffer]) -> set[str]:
         found = {buffer.name for buffer in buffers}
         # Making an alias is no access: its memory may be written later.
-        if aliases.selects and not isinstance(node.stmt, Select):
+        if not isinstance(node.stmt, Select):
             found |= aliases.memories(buffers)
         return found
 

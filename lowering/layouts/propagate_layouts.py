@@ -123,7 +123,7 @@ def solve_program(
 ) -> Solution:
     """The solution for a program with its marks, which may be among the `known`.
 
-    What was found out about `kinds` of operations holds for it as well.
+    Findings about `kinds` of operations hold for it as well.
     """
     known = {} if known is None else known
     operations, flat = whole = flattened(program)

@@ -163,7 +163,7 @@ class _Walk:
             self.require(block.reads)
         waited = self.make_room(number)
         if block.works:
-            self.issue([*self.due(number)])
+            self.issue(self.due(number))
         # While transfers are under way, work stands on a stream too.  Tokens then tell
         # XLA before which work to issue one, and behind which to wait for it.
         beside = waited or self.is_under_way()
@@ -184,23 +184,28 @@ class _Walk:
 
     # --- Issue ---------------------------------------------------------------- #
 
-    def due(self, number: int) -> Iterator[ScheduledTransfer]:
-        """The transfers to issue before a work.
+    def due(self, number: int) -> list[ScheduledTransfer]:
+        """The transfers to issue before a work."""
+        return [
+            each
+            for each in self.to_come
+            if each.interval.issue <= number and not self.waits_for_room(number, each)
+        ]
 
-        With a scan around, a sum that would add to the most that is held waits for the
-        next work, if its reader leaves it one.  XLA would put the work first anyway, as
-        that frees more.  Then the next gathers wait in the queue behind the sum: the
-        step of 8B over four devices stood still for 2.2 of 82 ms.
+    def waits_for_room(self, number: int, transfer: ScheduledTransfer) -> bool:
+        """Whether a transfer comes behind a work, before the next one.
+
+        With a scan around, a sum that would add to the most that is held does so, if
+        its reader leaves it a work.  XLA would put the work first anyway, as that frees
+        more.  Then the next gathers wait in the queue behind the sum: the step of 8B
+        over four devices stood still for 2.2 of 82 ms.
         """
-        for transfer in self.to_come:
-            first, reader = transfer.interval.issue, transfer.interval.reader
-            if first > number:
-                continue
-            later = any(each.works for each in self.blocks.all[number + 1 : reader])
-            may_wait = self.around_bodies and transfer.sums and later
-            full = may_wait and self.is_full(number, transfer)
-            if not full or self.is_sent_on(transfer):
-                yield transfer
+        if not (
+            self.around_bodies and transfer.sums and self.is_full(number, transfer)
+        ):
+            return False
+        later = self.blocks.all[number + 1 : transfer.interval.reader]
+        return any(each.works for each in later) and not self.is_sent_on(transfer)
 
     def is_sent_on(self, transfer: ScheduledTransfer) -> bool:
         """Whether another transfer, which may be issued early, is made of this one."""

@@ -179,9 +179,7 @@ class _BetweenBorders:
     def memories(self, stmt: ir.Stmt) -> tuple[set[str], set[str]]:
         """The memories that a statement reads and writes."""
         reads, writes = reads_writes(stmt)
-        return {self.aliases.memory(b).name for b in reads}, {
-            self.aliases.memory(b).name for b in writes
-        }
+        return self.aliases.memories(reads), self.aliases.memories(writes)
 
 
 def _behind(

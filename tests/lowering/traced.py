@@ -111,8 +111,8 @@ def by_statements(fun: Callable[..., Any]) -> Callable[..., Any]:
 def array(*shape: int, seed: int = 0) -> Any:
     """Small integers as float32: sums and products of them are exact.
 
-    Of NumPy: what is on one device goes to several by a program that XLA compiles for
-    each shape and each layout, and each operation on it by another (JAX 0.10 to 0.12).
+    It is of NumPy.  XLA compiles a program to move a `jax.Array` from one device to
+    several, for each shape and layout, and one for each operation (JAX 0.10 to 0.12).
     """
     return integers(*shape, seed=seed)
 
