@@ -102,7 +102,7 @@ class Tuner:
         mark = open_marks(program)[numbers[0]]
         evaluation = chooser.evaluation(program, self.marks, numbers)
         outcomes = evaluation.measurable(mark)
-        left_out = list(evaluation.refusals)
+        left_out = list(evaluation.evaluator.refusals)
         ready = self.prepare(_worth_it(outcomes, left_out), wanted, left_out)
         ranked = self.ranked(ready)
         if ranked:
