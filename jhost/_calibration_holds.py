@@ -67,6 +67,7 @@ def today() -> datetime.date:
     return datetime.datetime.now(datetime.UTC).date()
 
 
+# Cached, because `nvidia-smi` is a process of its own, and the answer stays.
 @functools.cache
 def conditions_here() -> Conditions:
     """What a calibration of this process's devices holds for."""

@@ -112,6 +112,7 @@ class ChainTimer:
 
     def count(self, calls: Mapping[str, ChainCall], longest: float) -> int:
         """How many calls in a round the budget has time for."""
+        # Each call waits for all processes, so all make the same number.
         return self.agreed(max(1, int(self.budget / (len(calls) * _ROUNDS * longest))))
 
 

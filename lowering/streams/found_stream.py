@@ -50,6 +50,7 @@ def overlap(stream: FoundStream, other: FoundStream) -> bool:
     """Whether two streams exclude each other."""
     if not stream.moved.isdisjoint(other.moved):
         return True
+    # A value is cut along one dim.
     return not {m.buffer for m in stream.every_mark}.isdisjoint(
         m.buffer for m in other.every_mark
     )
