@@ -128,7 +128,7 @@ def _check(rates: Rates) -> None:
     """Refuses rates that no devices have, which the cost model could not reckon with.
 
     Raises:
-        ValueError: they are such.
+        ValueError: a rate is negative or not finite, or something takes for ever.
     """
     numbers = jax.tree.leaves(dataclasses.asdict(rates))
     figures = [n for n in numbers if isinstance(n, int | float)]

@@ -50,7 +50,7 @@ def _changed(conditions: Conditions) -> list[str]:
 
 
 def outdated(devices: Devices) -> Iterator[str]:
-    """For each calibration of such devices that does not hold here, why not."""
+    """Why a calibration of such devices does not hold here, for each that does not."""
     for calibration in of_kind(devices.kind):
         if changed := _changed(calibration.conditions):
             yield f"that of {calibration.date}: {', '.join(changed)}"

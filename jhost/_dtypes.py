@@ -53,7 +53,7 @@ def _both(kind: Any, *dtypes: Any) -> bool:
 
 
 def _is_finer(wide: Any, narrow: Any) -> bool:
-    """In digits, and up to the largest number and down to the smallest."""
+    """Whether floats have as many digits, as large numbers and as small ones."""
     one, other = jnp.finfo(wide), jnp.finfo(narrow)
     finer = one.nmant >= other.nmant
     farther = float(one.max) >= float(other.max)

@@ -212,7 +212,7 @@ def _as_rows(sums: Any) -> Any:
 
 
 def _products(query: Any, key: Any) -> Any:
-    """Of each query with each key: `[..., T, N, H]`, `[..., S, K, H]`."""
+    """The product of each query, `[..., T, N, H]`, with each key, `[..., S, K, H]`."""
     made = jnp.einsum(
         "...kgth,...skh->...kgts",
         _grouped(query, key),

@@ -67,7 +67,7 @@ class ChainTimer:
         self.matrices: dict[Mesh, jax.Array] = {}
 
     def side(self) -> int:
-        """Of a square matmul that takes long enough; whole tiles, if it is large."""
+        """The side of a square matmul that takes long enough; large ones fill tiles."""
         side = (self.start.matmul * _MATMUL * self.scale / 2) ** (1 / 3)
         # A tile that is not full costs a whole one, and would be fitted as speed.
         unit = 1024 if side > 2048 else 64

@@ -75,7 +75,7 @@ class Tuner:
 
     @property
     def steps(self) -> int:
-        """As many for preparing each stream's candidates as for timing them."""
+        """How many steps the bar has: half to prepare candidates, half to time them."""
         return 2 * self.rounds * len(self.groups)
 
     def tuned_program(self, bar: Progress) -> TunedProgram:

@@ -18,7 +18,7 @@ def ends_of(tasks: Sequence[Task]) -> Mapping[int, float]:
     as soon as the tasks that it waits for are issued, before any other computation.  It
     does the same with a copy that cuts out a transfer's operand.  A copy that puts a
     part in its place is issued where the whole is read, or at the end.  So is a result
-    that is made of what an unordered transfer brings.
+    that is made of the result of an unordered transfer.
     """
     clock = _Clock(tasks)
     # XLA's scheduler hoists these before any computation that does not feed them.

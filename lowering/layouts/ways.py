@@ -96,7 +96,7 @@ def axes_left_open(solver: Solver, made: Decisions) -> set[str]:
 def _moves(
     solver: Solver, made: Decisions, what: str
 ) -> Iterator[tuple[Operation, str, int]]:
-    """Operations of which such an operand moves: over which axis, and the bytes."""
+    """The operations that move such an operand, with the mesh axis and the bytes."""
     operands = solver.assigner.operands[what]
     for number, op in enumerate(solver.operations):
         operand = operands.get(op)
