@@ -29,7 +29,7 @@ from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.stages import set_aside, stage_runs
+from jhost.lowering.ir.stages import OwnNames, stage_runs
 
 
 def unrolled(
@@ -126,18 +126,12 @@ class _Unrolled(Machine):
 
     def loop(self, loop: ir.For) -> None:
         """The stages of the iterations, in the order in which they are issued."""
-        # Stages of other iterations run between the stages of one iteration, so each
-        # iteration keeps its own names here.
-        own = [({}, {}, {}) for _ in range(loop.extent)]
+        writers = self.writers
+        own = OwnNames(loop, writers.aliases, writers.by_buffer, self.in_flight)
         self.depth += 1
         for stage in stage_runs(loop):
-            i = self.at[LoopIndex(loop.index)] = stage.iteration
-            aliases, writers, in_flight = own[i]
-            with (
-                set_aside(self.writers.aliases, aliases),
-                set_aside(self.writers.by_buffer, writers),
-                set_aside(self.in_flight, in_flight),
-            ):
+            self.at[LoopIndex(loop.index)] = stage.iteration
+            with own.of(stage.iteration):
                 self.run(stage.body)
         self.depth -= 1
 

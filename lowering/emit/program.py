@@ -5,7 +5,6 @@ Loops are unrolled; an index is a number where all ranks agree on it, else trace
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,10 +13,10 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jhost.lowering.emit.buffers import Memory, View
+from jhost.lowering.emit.buffers import Memory
 from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow, first_read
-from jhost.lowering.emit.order import IssuedTransfer, Order
+from jhost.lowering.emit.order import Order
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.signs import (
     never_negative_zero,
@@ -31,7 +30,7 @@ from jhost.lowering.ir.accumulate import accumulators, combine
 from jhost.lowering.ir.machine import refuse_reshard
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.ir.stages import StageRun, set_aside, stage_runs
+from jhost.lowering.ir.stages import OwnNames, stage_runs
 from jhost.lowering.units.evaluate import evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -55,16 +54,6 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
 def spec_of(buffer: ir.Buffer) -> PartitionSpec:
     """How the global array of a param or result is sharded."""
     return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
-
-
-@dataclasses.dataclass(slots=True)
-class _Own:
-    """What one iteration of a loop has made, and what it has in flight."""
-
-    views: dict[str, View] = dataclasses.field(default_factory=dict[str, View])
-    in_flight: dict[str, IssuedTransfer] = dataclasses.field(
-        default_factory=dict[str, IssuedTransfer]
-    )
 
 
 class _Emitter(Views):
@@ -261,21 +250,16 @@ class _Emitter(Views):
         # Unrolled: XLA schedules a loop's body by itself, and nothing would overlap
         # across iterations.
         self.order.depth += 1
-        own = [_Own() for _ in range(stmt.extent)]
+        own = OwnNames(stmt, self.views, self.order.in_flight)
         for stage in stage_runs(stmt):
-            with self.iteration(stmt, stage.iteration):
-                self.stage(stage, own[stage.iteration])
+            with self.iteration(stmt, stage.iteration), own.of(stage.iteration):
+                self.body(stage.body)
+            if stage.last:
+                _, in_flight = own.end(stage.iteration)
+                self.order.in_flight.update(in_flight)
         self.order.depth -= 1
         if outermost:
             self.made = frozenset()
-
-    def stage(self, stage: StageRun, own: _Own) -> None:
-        """A stage of an iteration, which has `own` from the stages before it."""
-        in_flight = self.order.in_flight
-        with set_aside(self.views, own.views), set_aside(in_flight, own.in_flight):
-            self.body(stage.body)
-        if stage.last:
-            in_flight.update(own.in_flight)
 
     def kept_beyond(self, stmt: ir.ControlFlow) -> list[Any]:
         """The products before a body that only something behind it reads.

@@ -32,7 +32,7 @@ from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.machine import Machine, refuse_reshard, stream_key_text
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.stages import set_aside, stage_runs
+from jhost.lowering.ir.stages import OwnNames, stage_runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +70,6 @@ def interpret(
         return tuple(joined(*each, ranks, mesh) for each in results), interpreter.trace
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Iteration:
-    """The memory and aliases that an iteration of a loop has made so far."""
-
-    memories: dict[str, ArrayMemory] = dataclasses.field(
-        default_factory=dict[str, ArrayMemory]
-    )
-    aliases: dict[str, ArrayView] = dataclasses.field(
-        default_factory=dict[str, ArrayView]
-    )
-
-
 class _Interpreter(Machine):
     def __init__(self, program: Program, mesh: Mesh) -> None:
         super().__init__(program.mesh.shape)
@@ -89,7 +77,8 @@ class _Interpreter(Machine):
         self.mesh = mesh
         self.memories: dict[str, ArrayMemory] = {}
         self.aliases: dict[str, ArrayView] = {}
-        self.iterations: list[_Iteration] = []
+        self.own: list[OwnNames] = []
+        """The memories and aliases that iterations of the loops around have made."""
         self.trace: list[Record] = []
 
     def run(self, args: Sequence[OnDevices]) -> list[OnDevices]:
@@ -108,7 +97,8 @@ class _Interpreter(Machine):
 
     def record(self, text: str) -> None:
         # Iterations that have begun hold memory while stages of others run.
-        held = (self.memories, *(each.memories for each in self.iterations))
+        own = (memories for each in self.own for memories, _ in each.own)
+        held = (self.memories, *own)
         self.trace.append(
             Record(
                 stream=stream_key_text(self.current),
@@ -223,18 +213,13 @@ class _Interpreter(Machine):
 
     def loop(self, stmt: ir.For) -> None:
         """Run the stages of all iterations; an iteration's names end with it."""
-        own = [_Iteration() for _ in range(stmt.extent)]
-        self.iterations += own
+        self.own.append(own := OwnNames(stmt, self.memories, self.aliases))
         for stage in stage_runs(stmt):
-            made = own[stage.iteration]
-            with (
-                self.iteration(stmt, stage.iteration),
-                set_aside(self.memories, made.memories),
-                set_aside(self.aliases, made.aliases),
-            ):
+            with self.iteration(stmt, stage.iteration), own.of(stage.iteration):
                 self.body(stage.body)
             if stage.last:
-                self.iterations.remove(made)
+                own.end(stage.iteration)
+        self.own.pop()
 
     def control_flow(self, stmt: ir.ControlFlow) -> None:
         ins = list(map(self.read, stmt.ins))

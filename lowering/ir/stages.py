@@ -41,14 +41,32 @@ def _one_by_one(extent: int, stages: int) -> Iterator[tuple[int, int]]:
     return ((i, stage) for i in range(extent) for stage in range(stages))
 
 
-@contextmanager
-def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
-    """Moves an iteration's `own` to `names` for a while, and new ones back.
+class OwnNames:
+    """Tables of names in which each iteration of a loop has entries of its own.
 
     The stages of an iteration are apart, and other iterations use the same names.
     """
-    outside = set(names)
-    names.update(own)
-    own.clear()
-    yield
-    own.update((name, names.pop(name)) for name in names.keys() - outside)
+
+    def __init__(self, loop: ir.For, *tables: dict[Any, Any]) -> None:
+        self.tables = tables
+        self.own = [self._empty() for _ in range(loop.extent)]
+
+    @contextmanager
+    def of(self, iteration: int) -> Generator[None]:
+        """The tables have an iteration's entries for a while, and it gets new ones."""
+        outside = [set(table) for table in self.tables]
+        for table, own in zip(self.tables, self.own[iteration], strict=True):
+            table.update(own)
+            own.clear()
+        yield
+        every = zip(self.tables, outside, self.own[iteration], strict=True)
+        for table, names, own in every:
+            own.update((name, table.pop(name)) for name in table.keys() - names)
+
+    def end(self, iteration: int) -> tuple[dict[Any, Any], ...]:
+        """The entries of an iteration, which ends."""
+        ended, self.own[iteration] = self.own[iteration], self._empty()
+        return ended
+
+    def _empty(self) -> tuple[dict[Any, Any], ...]:
+        return tuple(dict[Any, Any]() for _ in self.tables)

@@ -6,7 +6,6 @@ each device has its part of them, and needs one row of a neighbour's.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -44,15 +43,16 @@ ReachedAxes: TypeAlias = Mapping[_DimOfValue, set[_MarkAxes]]
 def windowed_requests(program: Program) -> list[PadRequest]:
     """The dims that windows of a program, and of its bodies, want to be padded."""
     wanted = [
-        wish
+        found
         for each in programs(program)
         for stmt in each.body
         if isinstance(stmt, ir.Compute)
-        for wish in _windowed(each, stmt)
+        for found in _windowed(each, stmt)
     ]
     mesh = dict(program.mesh.shape)
     # By all devices, before it is known which axes come: more than enough.
-    uneven = [wish for wish in wanted if wish.size % math.prod(mesh.values())]
+    devices = math.prod(mesh.values())
+    uneven = [found for found in wanted if found[1] % devices]
     if not uneven:  # as in most programs
         return []
     reached = reached_axes(program)
@@ -61,36 +61,32 @@ def windowed_requests(program: Program) -> list[PadRequest]:
     for path, each in with_paths(program):
         paths.setdefault(id(each), []).append(path)
     requests: list[PadRequest] = []
-    for wish in uneven:
+    for key, size, where in uneven:
+        owner, name, dim = key
         # Sorted, because all processes have to write the same program.
-        for axes in sorted(reached.get(wish.dim, ())):
+        for axes in sorted(reached.get(key, ())):
             devices = axes_size(axes, mesh)
             # One element has no parts.  Of few elements, many more would be padding.
-            few = wish.size == 1 or _MOST_TIMES * wish.size < devices
-            if wish.size % devices and not few:
+            few = size == 1 or _MOST_TIMES * size < devices
+            if size % devices and not few:
                 requests += [
                     PadRequest(
-                        buffer=path + wish.dim[1],
-                        dim=wish.dim[2],
-                        size=wish.size,
+                        buffer=path + name,
+                        dim=dim,
+                        size=size,
                         axes=axes,
                         devices=devices,
-                        where=wish.where,
+                        where=where,
                     )
-                    for path in paths[wish.dim[0]]
+                    for path in paths[owner]
                 ]
     return requests
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _WindowedDim:
-    dim: _DimOfValue
-    size: int
-    where: str
-
-
-def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_WindowedDim]:
-    """The dims that a computation reads in windows, and those that they make."""
+def _windowed(
+    program: Program, stmt: ir.Compute
+) -> Iterator[tuple[_DimOfValue, int, str]]:
+    """The dims that windows of a computation read and make, with size and line."""
     (unit_eqn,) = stmt.unit.eqns
     rule = unit_eqn.rule
     if not rule.windowed:
@@ -102,7 +98,7 @@ def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_WindowedDim]:
         for dim, mapped in enumerate(dims):
             if mapped is not None and mapped.factor in rule.windowed:
                 key = id(program), buffer.name, dim
-                yield _WindowedDim(key, buffer.shape[dim], where)
+                yield key, buffer.shape[dim], where
 
 
 # --- Where axes may come ------------------------------------------------------------ #

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from jhost.lowering.ir.regions import overlap
-from jhost.lowering.ir.stages import StageRun, set_aside, stage_runs, stages_of
+from jhost.lowering.ir.stages import OwnNames, StageRun, stage_runs, stages_of
 from jhost.lowering.ir.statements import For, Stmt
 from jhost.lowering.verify.known import InFlight, KnownBuffer, Scope
 from jhost.lowering.verify.state import State
@@ -15,12 +15,9 @@ from jhost.lowering.verify.state import State
 
 @dataclasses.dataclass(slots=True)
 class _UnderWay:
-    """The buffers that an iteration has made, and its communications in flight."""
+    """The roots that an iteration has made, and its communications in flight."""
 
     scope: Scope = dataclasses.field(default_factory=Scope)
-    known: dict[str, KnownBuffer] = dataclasses.field(
-        default_factory=dict[str, KnownBuffer]
-    )
     in_flight: dict[str, InFlight] = dataclasses.field(
         default_factory=dict[str, InFlight]
     )
@@ -61,6 +58,7 @@ def check_loop(
         state.fail("a new index", stmt.index, "nested loops have indices of their own")
     _check_order(state, stmt)
     before = state.current
+    buffers = OwnNames(stmt, state.known)
     iterations = [_UnderWay() for _ in range(stmt.extent)]
     staged = _Staged()
     if stmt.order:
@@ -71,7 +69,7 @@ def check_loop(
         own = iterations[stage.iteration]
         with (
             state.iteration(stmt, stage.iteration),
-            set_aside(state.known, own.known),
+            buffers.of(stage.iteration),
             _in_flight(state, f"{stmt.index} = {stage.iteration}", stage, own),
             state.scope(own.scope, ends=stage.last),
         ):
