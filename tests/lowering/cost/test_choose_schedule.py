@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost._call.execute import loops_of
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
@@ -71,7 +71,7 @@ def test_an_order_that_loses_in_the_whole_program_is_left(
 
     XLA has options to begin collectives early, unless these would take too much.
     """
-    with mock.patch.object(ChooseTransfers, "gains", return_value=True):
+    with mock.patch.object(ChooseForms, "gains", return_value=True):
         program = lowered(slow(taken), finds=False)
     report = left_to_xla(program)
     assert report is not None
