@@ -31,8 +31,10 @@ def in_one_run(
     last += sum(1 for _ in itertools.takewhile(_is_cheap, body[last:]))
     sets_stream = {n for each in works for n in (*each[:_BEGIN], *each[_END:])}
     run = [body[n] for n in range(first, last) if n not in sets_stream]
-    # A loop, a transfer or another stream stands between them.
-    if not all(map(can_wait, run)):
+    # A loop, a transfer or another stream may stand between them.  And several
+    # statements write to memory that is allocated, in an order that has to stay.
+    allocates = any(isinstance(stmt, ir.Allocate) for stmt in body)
+    if allocates or not all(map(can_wait, run)):
         return body
     before, along = _apart(body[:first], run, {*_read(body[last:]), *kept})
     return [*before, *on_own([*along, *run]), *body[last:]]
