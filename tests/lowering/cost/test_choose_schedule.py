@@ -99,6 +99,32 @@ def test_what_xla_hides_with_its_options_is_left_to_it_with_these() -> None:
     assert loops_of(program) == {"left_to_xla": True}
 
 
+def delayed_stages(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+    """What a stage gives goes on to the next while both work on something else."""
+
+    def tick(carry: Any, _: Any) -> Any:
+        x, given = carry
+        return (jnp.roll(given, 1, axis=0), x + (jax.nn.silu(x @ w) * (x @ w)) @ v), ()
+
+    return jax.lax.scan(tick, (jhost.shard(x, P("dp")), x), length=8)[0]
+
+
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_a_permute_beside_all_works_never_loses_to_no_order(rows: int) -> None:
+    """XLA partitions no roll, so the program is jhost's, with its permutes in order."""
+    x = jax.ShapeDtypeStruct((2, rows, 4096), jnp.bfloat16)
+    w, v = (jax.ShapeDtypeStruct((2, 4096, 4096), jnp.bfloat16) for _ in range(2))
+
+    def seconds(pipeline: Any) -> float:
+        settings = StreamDefaults(pipeline=pipeline)
+        sequence = passes(settings=settings, streams=4, rates=H200).all
+        assert H200 is not None
+        made = run_passes(built(delayed_stages, x, w, v, dp=2), sequence)
+        return predict(made, H200).total
+
+    assert seconds("auto") <= 1.0001 * seconds("off")
+
+
 def test_on_cpus_no_options_are_weighed() -> None:
     assert left_to_xla(lowered(rates_of("cpu"), dp=3)) is None
 
