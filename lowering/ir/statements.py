@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -59,7 +60,8 @@ class Buffer:
     """Memory on one device, or an alias of a part of it; `shape` is the local one.
 
     `partial` lists the mesh axes over which the buffer still has to be reduced, each
-    with its reducer.
+    with its reducer.  `memory_space` is a `jax.memory.Space`: the host's for what a
+    policy of `jax.checkpoint` offloads.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Buffer:
     dtype: np.dtype
     dims: tuple[Dim, ...]
     partial: tuple[tuple[str, Reducer], ...] = ()
+    memory_space: Any = jax.memory.Space.Device
 
 
 # --- Memory and aliases ------------------------------------------------------- #
