@@ -31,11 +31,7 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Scan, While
 from jhost.lowering.schedule.cycle import Cycle
 from jhost.lowering.schedule.intervals import IsOpen
 from jhost.lowering.schedule.late_work import late_work
-from jhost.lowering.schedule.movable_transfers import (
-    MovableTransfers,
-    cycle_of,
-    own_stacks,
-)
+from jhost.lowering.schedule.movable_transfers import MovableTransfers, cycle_of
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 from jhost.lowering.schedule.written_cycle import WrittenCycle
@@ -127,9 +123,6 @@ class ChooseCycles(EachProgram):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
         why = "each iteration waits for the one before"
-        if own_stacks(scan, found):
-            kept = found.exposed()
-            why = "stacks in the host's memory are the scan's own to write"
         return _noted(_noted(best, note), _said_kept(scan, kept, why))
 
     def cycles(
