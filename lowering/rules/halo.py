@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn
 from jhost._dtypes import bits
 from jhost._jax import define_primitive
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import DimRule, Shard, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Shard, shape_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.row_of_pieces import plan_row
 from jhost.lowering.rules.windows import padded
 

@@ -23,12 +23,12 @@ from jhost.lowering.rules.dim_rule import (
     Shard,
     bind,
     part_shape,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.joining import in_a_row, joining
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import identity, sum_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.windows import (
     has_windows,
