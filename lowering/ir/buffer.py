@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
+import jax
 import numpy as np
 
 from jhost.lowering.rules.reducers import Reducer
@@ -31,7 +32,8 @@ class Buffer:
     """Memory on one device, or an alias of a part of it; `shape` is the local one.
 
     `partial` lists the mesh axes over which the buffer still has to be reduced, each
-    with its reducer.
+    with its reducer.  `memory_space` is a `jax.memory.Space`: the host's for what a
+    policy of `jax.checkpoint` offloads.
     """
 
     name: str
@@ -39,3 +41,4 @@ class Buffer:
     dtype: np.dtype
     dims: tuple[Dim, ...]
     partial: tuple[tuple[str, Reducer], ...] = ()
+    memory_space: Any = jax.memory.Space.Device

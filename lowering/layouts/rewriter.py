@@ -180,6 +180,7 @@ class Rewriter:
             dtype=buffer.dtype,
             dims=dims_of(layout),
             partial=partial,
+            memory_space=buffer.memory_space,
         )
 
     def copy(self, number: int, stmt: Set) -> None:
