@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from jhost._text import bytes_text
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.stream_bounds import StreamBounds, in_bodies
 from jhost.lowering.ir.bodies import EachProgram
@@ -72,7 +72,7 @@ class ChooseCycles(EachProgram):
 
     name: ClassVar[str] = "choose_cycles"
 
-    transfers: ChooseTransfers
+    transfers: ChooseForms
     every: FollowingPass
     """A pass that moves all transfers beside work, for programs that are compared."""
     moves_work: bool = True
@@ -205,7 +205,7 @@ class ChooseCycles(EachProgram):
         return self.transfers.between.isdisjoint(axes)
 
 
-def moving_all(transfers: ChooseTransfers) -> ChooseTransfers:
+def moving_all(transfers: ChooseForms) -> ChooseForms:
     """The pass that moves all transfers which can be hidden, without weighing any."""
     return dataclasses.replace(transfers, pipeline="p2p")
 
