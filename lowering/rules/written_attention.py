@@ -23,9 +23,10 @@ from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
 from jhost.lowering.rules.attention_parts import AttentionBlocks, weighted
-from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, rule, shape_of
+from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, shape_of
 from jhost.lowering.rules.position_runs import PositionRun, blocks_of, sees
 from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.registry import rule
 
 
 @rule("dot_product_attention")
