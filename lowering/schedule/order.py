@@ -52,7 +52,7 @@ from jhost.lowering.schedule.blocks import (
     communication_of,
     has_moved,
 )
-from jhost.lowering.schedule.held import held, holds_bodies
+from jhost.lowering.schedule.held import holds_bodies
 from jhost.lowering.schedule.intervals import (
     GATHERING,
     SUMS,
@@ -61,6 +61,7 @@ from jhost.lowering.schedule.intervals import (
 )
 from jhost.lowering.schedule.one_run import in_one_run
 from jhost.lowering.schedule.permutes import Permutes
+from jhost.lowering.schedule.room import Room
 from jhost.lowering.schedule.scheduled_transfer import (
     ScheduledTransfer,
     TransferForm,
@@ -69,21 +70,6 @@ from jhost.lowering.schedule.scheduled_transfer import (
     sends_of,
     waits_of,
 )
-
-_WINDOW: Mapping[TransferForm, int] = {"permutes": 3, "collective": 5}
-"""Sums under way take at most so many times the bytes of the largest sum's terms.
-
-As permutes there is room for one all-reduce, which brings as much as it sends, and for
-two reduce-scatters over two devices: a copy ends beside the next work.  Collectives
-start later, and a network is slower.  There is room for five all-reduces, which work in
-place, and for three reduce-scatters.
-"""
-
-_LAST_WINDOW = 2
-"""The same behind the last work, where little hides a transfer under way.
-
-There the gradient of a step's embedding comes, as large as that of its output weights.
-"""
 
 
 def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
@@ -128,15 +114,7 @@ class _Walk:
         """The transfers that have not ended, by the names of their results."""
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
-        terms = (t.interval.bytes for t in self.transfers.values() if t.sums)
-        self.largest = max(terms, default=0)
-        """The bytes of the largest sum's terms."""
-        working = (n for n, block in enumerate(self.blocks.all) if block.works)
-        self.last_work = max(working, default=-1)
-        copied = any(t.sums and t.way == "permutes" for t in self.transfers.values())
-        self.there = held(program) if copied else []
-        """The bytes that the program holds at each block as it is."""
-        self.most = max(self.there, default=0)
+        self.room = Room(program, self.to_come)
         self.around_bodies = holds_bodies(self.blocks)
         self.sums: list[list[ScheduledTransfer]] = []
         """Sums under way: those issued at one time are one list."""
@@ -210,7 +188,7 @@ class _Walk:
         over four devices stood still for 2.2 of 82 ms.
         """
         if not (
-            self.around_bodies and transfer.sums and self.is_full(number, transfer)
+            self.around_bodies and transfer.sums and self.room.is_full(number, transfer)
         ):
             return False
         later = self.blocks.all[number + 1 : transfer.interval.reader]
@@ -252,7 +230,7 @@ class _Walk:
     def stays_behind(self, number: int) -> bool:
         """Whether a block that needs room, and is no product, comes once it has it."""
         is_body = isinstance(self.blocks.all[number].stmt, CONTROL_FLOW)
-        return is_body or number > self.last_work
+        return is_body or number > self.room.last_work
 
     def make_room(self, number: int) -> bool:
         """Wait for the first sums, as long as there is no room for what a block makes.
@@ -273,34 +251,22 @@ class _Walk:
     def is_last_turn(self, number: int) -> bool:
         """Whether no work but a block is left for the next round of a sum."""
         under_way = itertools.chain(*self.sums)
-        return number == self.last_work and any(len(t.rounds) > 1 for t in under_way)
+        return number == self.room.last_work and any(
+            len(t.rounds) > 1 for t in under_way
+        )
 
     def has_room(self, number: int) -> bool:
         """Whether the window of sums has room for what a block makes."""
         # Only for the first sums: the sums issued last have had no work beside them.
         if not self.sums:
             return True
-        made = sum(
-            each.held
-            for each in self.to_come
-            if each.interval.ready == number and each.sums
-        )
-        window = self.largest * min(
-            (_WINDOW[each.way] for sums in self.sums for each in sums), default=0
-        )
-        if number > self.last_work:
-            made, window = self.blocks.makes(number), _LAST_WINDOW * self.largest
-        return not (made and made + self.held > window)
+        terms = (t for t in self.to_come if t.interval.ready == number and t.sums)
+        under_way = itertools.chain(*self.sums)
+        return self.room.has(number, terms, {t.way for t in under_way}, self.held)
 
     def adds_to_most(self, number: int) -> bool:
         """Whether permutes under way add to the most that the program holds."""
-        return self.is_full(number, *itertools.chain(*self.sums), *self.again)
-
-    def is_full(self, number: int, *under_way: ScheduledTransfer) -> bool:
-        """Whether permutes add to the most that the program holds at a block."""
-        if not (self.there and under_way):
-            return False
-        return self.there[number] + sum(t.added for t in under_way) > self.most
+        return self.room.is_full(number, *itertools.chain(*self.sums), *self.again)
 
     @property
     def held(self) -> int:

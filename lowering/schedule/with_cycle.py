@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import scan_border, scan_ins, scan_outs
 from jhost.lowering.ir.display_names import display_name
-from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.effects import read_and_made, reads_writes
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.blocks import before_readers, contracts
+from jhost.lowering.schedule.carried import Carried
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle, Late
 from jhost.lowering.schedule.stacks import Stacks, fresh
@@ -50,26 +51,6 @@ def with_cycle(program: Program, cycle: Cycle, known: list[WrittenCycle]) -> Pro
         results=tuple(replaced.get(each.name, each) for each in program.results),
         display_names={**program.display_names, **written.said},
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Carried:
-    """The values that one iteration carries to the next.
-
-    `came` has the values gathered for it.  `terms` have the values that are still to be
-    added up or multiplied, by their names in the scan's body.  `stacks` have everything
-    stacked so far.
-    """
-
-    carry: tuple[ir.Buffer, ...]
-    came: tuple[ir.Buffer, ...]
-    terms: Mapping[str, ir.Buffer]
-    stacks: Mapping[str, ir.Buffer]
-
-    @property
-    def all(self) -> tuple[ir.Buffer, ...]:
-        terms, stacks = self.terms.values(), self.stacks.values()
-        return (*self.carry, *self.came, *terms, *stacks)
 
 
 class _Writer:
@@ -123,7 +104,7 @@ class _Writer:
         cycle, scan = self.cycle, self.scan
         count = self.make.first_count()
         stacks = {y.name: self.make.filled(y) for y in scan.ys}
-        state = _Carried(scan.carry, (), {}, stacks)
+        state = Carried(scan.carry, (), {}, stacks)
         if cycle.early:
             state = dataclasses.replace(state, came=self.gathered(scan.carry, count))
         # The first iteration has none before it to work for.  If the body multiplied by
@@ -144,12 +125,12 @@ class _Writer:
 
     def iteration(
         self,
-        state: _Carried,
+        state: Carried,
         count: ir.Buffer,
         *,
         is_first: bool = False,
         is_last: bool = False,
-    ) -> _Carried:
+    ) -> Carried:
         """An iteration, with what it does for those before and behind it."""
         late = () if is_first else self.cycle.late
         # Sums of the iteration before stand first, so all work of this one is beside
@@ -161,10 +142,10 @@ class _Writer:
         work = [each for each in late if each.before is not None]
         return dataclasses.replace(self.computed(state, count, work), came=ahead)
 
-    def loop(self, state: _Carried, start: ir.Buffer) -> tuple[_Carried, ir.Buffer]:
+    def loop(self, state: Carried, start: ir.Buffer) -> tuple[Carried, ir.Buffer]:
         """Write the scan; its final state, and the count of iterations done by then."""
         inside = self.inside()
-        before = _Carried(
+        before = Carried(
             self.carried,
             tuple(each.stmt.out for each in self.cycle.early),
             {n: fresh(each, inside.names) for n, each in state.terms.items()},
@@ -190,7 +171,7 @@ class _Writer:
             length=len(self.cycle.inside),
         )
         self.body.append(scan)
-        behind = _like(state, outs[1:])
+        behind = state.like(outs[1:])
         return behind, self.make.known_behind(behind.all[0], outs[0])
 
     @property
@@ -217,16 +198,16 @@ class _Writer:
         """The carried values of the iteration `ahead` that gathers may read."""
         now = {p.name: each for p, each in zip(self.carried, carry, strict=True)}
         counted = self.cycle.counted
-        read = _reads(stmt for each in self.cycle.early for stmt in each.issued)
-        if not ahead or read.isdisjoint(counted.ends):
+        issued = [stmt for each in self.cycle.early for stmt in each.issued]
+        if not ahead or _reads(issued).isdisjoint(counted.ends):
             return now
         known = self.consts | now
         made = known | self.add(counted.stmts, known)
         return {name: made[end] for name, end in counted.ends.items()}
 
     def computed(
-        self, state: _Carried, count: ir.Buffer, late: Sequence[Late]
-    ) -> _Carried:
+        self, state: Carried, count: ir.Buffer, late: Sequence[Late]
+    ) -> Carried:
         """The work of an iteration, some of the one before, and what it stacks."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         begin = len(self.body)
@@ -247,30 +228,25 @@ class _Writer:
         # there.
         self.body[begin:] = before_readers(self.body[begin:core], self.body[core:])
         made = known | made
-        stacks = dict(state.stacks)
-        for result, y in zip(self.results, self.scan.ys, strict=True):
-            if result.name in made:
-                stack, value = stacks[y.name], made[result.name]
-                stacks[y.name] = self.make.written(stack, value, count, 0)
         ends = zip(self.ends, state.carry, strict=True)
-        return _Carried(
+        return Carried(
             # Late products have been added to their carried sums already.
             tuple(b if end.name in self.late else made[end.name] for end, b in ends),
             (),
             {name: made[name] for name in self.cycle.terms},
-            stacks,
+            self.stacked(state.stacks, made, count),
         )
 
     def made_late(
         self,
         late: Iterable[Late],
-        state: _Carried,
+        state: Carried,
         count: ir.Buffer,
         *,
         beside: bool = False,
-    ) -> _Carried:
+    ) -> Carried:
         """What the iteration before left to be made, into stacks and carried sums."""
-        stacks, carry = dict(state.stacks), state.carry
+        stacks, carry = state.stacks, state.carry
         for each in late:
             slices = self.slices(_reads(each.stmts), count, -1)
             sums = {p.name: b for p, b in zip(self.carried, carry, strict=True)}
@@ -282,11 +258,22 @@ class _Writer:
                 self.body += on_own([copy]) if of_its_own else [copy]
             ends = zip(self.ends, carry, strict=True)
             carry = tuple(made.get(end.name, value) for end, value in ends)
-            for result, y in zip(self.results, self.scan.ys, strict=True):
-                if result.name in made:
-                    stack, value = stacks[y.name], made[result.name]
-                    stacks[y.name] = self.make.written(stack, value, count, -1)
+            stacks = self.stacked(stacks, made, count, -1)
         return dataclasses.replace(state, carry=carry, stacks=stacks)
+
+    def stacked(
+        self,
+        stacks: Mapping[str, ir.Buffer],
+        made: Mapping[str, ir.Buffer],
+        count: ir.Buffer,
+        ahead: int = 0,
+    ) -> Mapping[str, ir.Buffer]:
+        """The stacks with those results of iteration `count + ahead` that are made."""
+        found = dict(stacks)
+        for result, y in zip(self.results, self.scan.ys, strict=True):
+            if (value := made.get(result.name)) is not None:
+                found[y.name] = self.make.written(found[y.name], value, count, ahead)
+        return found
 
     # --- Statements ------------------------------------------------------------ #
 
@@ -329,21 +316,5 @@ class _Writer:
         return found
 
 
-def _reads(stmts: Iterable[ir.Stmt]) -> set[str]:
-    return {
-        buffer.name
-        for stmt in ir.walk(tuple(stmts))
-        for buffer in reads_writes(stmt)[0]
-    }
-
-
-def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
-    """A state like `state` whose values are `buffers`, in the order of `all`."""
-    left = iter(buffers)
-    carry, came = (
-        tuple(next(left) for _ in part) for part in (state.carry, state.came)
-    )
-    terms, stacks = (
-        {name: next(left) for name in part} for part in (state.terms, state.stacks)
-    )
-    return _Carried(carry, came, terms, stacks)
+def _reads(stmts: Sequence[ir.Stmt]) -> set[str]:
+    return {*read_and_made(stmts)[0]}

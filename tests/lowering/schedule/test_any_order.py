@@ -18,7 +18,7 @@ from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Wait
-from jhost.lowering.schedule import intervals, order
+from jhost.lowering.schedule import intervals, room
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.scheduled_transfer import TransferForm
 from tests import sums
@@ -99,7 +99,7 @@ def test_any_lanes_and_any_window(
         mock.patch.object(ChooseForms, "way", staticmethod(lanes(ways))),
         mock.patch.object(intervals, "_WINDOW", window),
         mock.patch.object(
-            order, "_WINDOW", dict.fromkeys(get_args(TransferForm), of_sums)
+            room, "_WINDOW", dict.fromkeys(get_args(TransferForm), of_sums)
         ),
     ):
         program = exact(gradients_of(f), x, *weights, **on(axes, specs, specs))
