@@ -94,7 +94,7 @@ class _ShiftWriter:
         return eqn if joined is None else self.written(joined, eqn)
 
     def after(self, before: _Shifted, then: _Shifted) -> _Shifted | None:
-        """One shift of what `before` shifts, or None where it takes more."""
+        """One shift for both, one behind the other; None where one is not enough."""
         size = before.stop - before.start
         first = max(then.start - before.before, 0)
         last = min(then.stop - before.before, size)
