@@ -138,13 +138,25 @@ def slice_or_fill(
     x: Any, dim: int, start: Any, size: int, fill: Any, stride: int = 1
 ) -> Any:
     """`size` elements of a dim, `stride` apart, and `fill` where `x` has none."""
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    others = lax.broadcast(fill, shape)
+    return looked_up(x, dim, start, x.shape[dim], others, stride)
+
+
+def looked_up(
+    x: Any, dim: int, start: Any, count: Any, others: Any, stride: int = 1
+) -> Any:
+    """Elements of a dim, `stride` apart, and `others` where `x` has none.
+
+    Of `x` the first `count` elements of the dim count.
+    """
     # Looked up, because a slice of padded elements would have them written first.
-    steps = lax.iota(np.int32, size) * np.int32(stride)
+    steps = lax.iota(np.int32, others.shape[dim]) * np.int32(stride)
     wanted = lax.convert_element_type(start, np.int32) + steps
-    inside = lax.bitwise_and(wanted >= 0, wanted < np.int32(x.shape[dim]))
+    inside = lax.bitwise_and(wanted >= 0, wanted < count)
     found = jnp.take(x, wanted, axis=dim, mode="clip")
     inside = lax.broadcast_in_dim(inside, found.shape, (dim,))
-    return lax.select(inside, found, lax.broadcast(fill, found.shape))
+    return lax.select(inside, found, others)
 
 
 def padded(
