@@ -187,7 +187,7 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "swiglu_mlp/8b/2048",
+        pytest.param("swiglu_mlp/8b/2048", marks=pytest.mark.slow),
         pytest.param(EXPERTS, marks=pytest.mark.slow),
         # Stages that do not wait differ in less.
         pytest.param(STAGES[-1], marks=pytest.mark.slow),

@@ -99,6 +99,7 @@ def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not rates.permute.beside_compute, "devices of a CPU share its cores"
 
 
+@pytest.mark.slow
 def test_puts_are_measured_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SIZES", (1 << 20, 2 << 20))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 1, 1),))

@@ -56,7 +56,7 @@ def run(
 @pytest.mark.parametrize(
     ("ini", "flags", "count"),
     [
-        ("", "", 8),
+        pytest.param("", "", 8, marks=pytest.mark.slow),
         ("jhost_devices = 3\n", "", 3),
         pytest.param(
             "", "--xla_force_host_platform_device_count=2", 2, marks=pytest.mark.slow

@@ -677,6 +677,7 @@ for _ in range(200):
 """
 
 
+@pytest.mark.slow
 def test_many_processes_may_use_it_at_once(cache: Path, tmp_path: Path) -> None:
     """Both write and read two hundred times; neither ever sees half a file."""
     given = tmp_path / "given.json"

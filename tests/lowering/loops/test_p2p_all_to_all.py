@@ -23,6 +23,7 @@ from jhost.errors import ChunksError, JhostError, PipelineError
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.statements import Communicate, Select
+from tests import budget
 from tests.jhost.derived import backward, vjp
 from tests.lowering.on_mesh import (
     calls,
@@ -351,7 +352,7 @@ def drawn_exchanges(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=6)  # each is compiled twice
+@settings(max_examples=budget.examples(6))  # each is compiled twice
 @given(drawn_exchanges())
 def test_any_shapes(drawn: dict[str, Any]) -> None:
     rank, (here, there) = len(drawn["shape"]), drawn["dims"]

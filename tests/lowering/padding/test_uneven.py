@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost.lowering.rules.reducers import COMBINE, Reducer, identity
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of, tp
 from tests.lowering.traced import array, loops, notes
@@ -393,7 +394,7 @@ def ragged_blocks(draw: st.DrawFn) -> tuple[Any, ...]:
     return mesh, draw(size), draw(size), draw(size), specs, pipeline
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
 @given(ragged_blocks())
 def test_any_sizes(drawn: tuple[Any, ...]) -> None:
     mesh, rows, width, inner, specs, pipeline = drawn
