@@ -76,6 +76,7 @@ def test_a_backend_that_runs_already_is_said(tmp_path: Path) -> None:
     assert "cannot make virtual devices: JAX has started already" in said
 
 
+@pytest.mark.slow
 def test_a_count_that_is_none_is_said(tmp_path: Path) -> None:
     said = run(tmp_path, CONFTEST, "jhost_devices = many\n", count=8)
     assert "jhost_devices = many is no number of devices" in said

@@ -97,7 +97,7 @@ def test_any_groups(drawn: tuple[int, int, int, np.ndarray]) -> None:
     chex.assert_trees_all_close(gradients, of_dense, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     "mapped", [(0, 0, 0), (0, None, 0), (None, 1, None), (1, 0, None)]
 )
 def test_vmap(mapped: tuple[Any, ...]) -> None:
@@ -176,7 +176,7 @@ def test_precision_is_that_of_the_caller() -> None:
     assert precision(precision=["high", "highest"]) == ("high", "highest")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@budget.first_is_quick("check_vma", [True, False])
 def test_in_a_shard_map(check_vma: bool) -> None:
     """The gradient of matrices that all devices have is summed where JAX knows it."""
     sizes = np.array([1, 0, 2], np.int32)

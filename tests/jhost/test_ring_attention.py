@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from tests import budget
 from tests.jhost import plain_attention
 from tests.lowering.on_mesh import on
 from tests.lowering.rules.reference_attention import as_with_cudnn
@@ -94,8 +95,8 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("pipeline", "devices", "chunks", "mask"),
     [
-        ("p2p", 4, "auto", "all"),
-        ("p2p", 4, "auto", "window"),
+        pytest.param("p2p", 4, "auto", "all", marks=pytest.mark.slow),
+        pytest.param("p2p", 4, "auto", "window", marks=pytest.mark.slow),
         ("p2p", 2, 4, "causal"),  # in pieces
         ("collective", 2, 2, "window"),
     ],
@@ -113,7 +114,9 @@ def test_keys_go_around_in_one_loop_each_way(
     assert kinds == ({"CollectivePermute"} if pipeline == "p2p" else collectives)
 
 
-@pytest.mark.parametrize("mask", ["all", "causal"])
+@pytest.mark.parametrize(
+    "mask", [pytest.param("all", marks=pytest.mark.slow), "causal"]
+)
 def test_lengths_are_those_of_the_whole(mask: str) -> None:
     """Of no keys, some, and all; no kernel is given a length of 0."""
     lengths = {
@@ -169,6 +172,7 @@ def test_interpreted_statement_by_statement() -> None:
     assert_as_plain(by_statements(ring(plain, {"sp": 2})), plain, *args)
 
 
+@pytest.mark.slow
 def test_heads_over_one_axis_and_keys_around_another() -> None:
     plain, args = attention(is_causal=True), operands(16)
     spec = P(None, "sp", "tp")
@@ -262,7 +266,7 @@ def test_keys_are_not_kept_whole_for_the_backward() -> None:
     assert whole not in text
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     ("tokens", "said"),
     [
         (16, "in zigzag order, so each device has 1/4 of the work"),

@@ -34,6 +34,7 @@ from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
+from tests import budget
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward
 from tests.lowering.hand_built import mesh_of
@@ -285,7 +286,7 @@ GOES_WRONG: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     ("fun", "rounds", "gradients", "wrong"),
     [
         (relu_block, 1, (0,), "none is hopeless"),  # fewer rounds than candidates

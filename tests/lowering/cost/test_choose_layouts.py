@@ -91,7 +91,7 @@ QUICKER = [(2, 8192, HIDDEN), (4, 8192, 8192)]
 """Devices, rows and features with which activations are quicker left where they are."""
 
 
-@pytest.mark.parametrize(("devices", "rows", "hidden"), QUICKER)
+@budget.first_is_quick(("devices", "rows", "hidden"), QUICKER)
 def test_unconstrained_layers_are_no_slower_than_constrained_ones(
     devices: int, rows: int, hidden: int
 ) -> None:

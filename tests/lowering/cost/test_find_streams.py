@@ -199,7 +199,7 @@ def layers(x: jax.Array, weights: Any) -> jax.Array:
     return lax.scan(jax.checkpoint(layer), x, weights)[0]
 
 
-@pytest.mark.parametrize("rows", [P(), P("tp"), P(None, "tp")])
+@budget.first_is_quick("rows", [P(), P("tp"), P(None, "tp")])
 def test_found_loops_give_what_the_plain_function_gives(rows: P) -> None:
     def loss(x: jax.Array, weights: Any) -> jax.Array:
         return jnp.sum(layers(x, weights))

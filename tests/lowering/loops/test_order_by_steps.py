@@ -100,7 +100,7 @@ def test_what_one_loop_makes_for_another(golden: Golden) -> None:
     golden(str(program))
 
 
-@pytest.mark.parametrize("chunks", ["auto", 8])
+@budget.first_is_quick("chunks", ["auto", 8])
 @each_size
 def test_what_a_scan_stacks_and_another_slices(devices: int, chunks: Any) -> None:
     chunks = chunks if chunks == "auto" else 2 * devices

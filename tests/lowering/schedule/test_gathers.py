@@ -156,7 +156,7 @@ def test_gradients_are_exact(devices: int, count: int) -> None:
     assert "CollectivePermute" in found
 
 
-@pytest.mark.parametrize("devices", [3, 6])
+@budget.first_is_quick("devices", [3, 6])
 def test_any_number_of_devices(devices: int) -> None:
     """Also one that is no power of two."""
     args = [array(devices, devices, seed=n) for n in range(5)]
