@@ -249,7 +249,9 @@ def test_a_part_of_its_tangents_may_be_known() -> None:
         return jax.jvp(attend, (query, key, value), tangents)[1]
 
     given, wanted = (
-        jax.jit(jax.vjp(lambda t, a=attend: moved(t, a), query)[1])(cotangent)
+        jax.jit(lambda g, a=attend: jax.vjp(lambda t: moved(t, a), query)[1](g))(
+            cotangent
+        )
         for attend in (jhost.dot_product_attention, plain_attention.attention)
     )
     assert_close(given, wanted, 1e-5)
