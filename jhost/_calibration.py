@@ -75,6 +75,7 @@ class Calibration:
 
     def __str__(self) -> str:
         here = self.conditions
+        # With puts: whatever was measured has its shipped number beside it.
         shipped = rates_of(here.device_kind, puts=True)
         title = f"calibration of {here.devices} x {here.device_kind}, {self.date}"
         rows = [("", "measured", shipped.source if shipped else "not shipped")]
@@ -127,12 +128,13 @@ def _check(rates: Rates) -> None:
     """Refuses rates that no devices have, which the cost model could not reckon with.
 
     Raises:
-        ValueError: they are such.
+        ValueError: a rate is negative or not finite, or something takes for ever.
     """
     numbers = jax.tree.leaves(dataclasses.asdict(rates))
     figures = [n for n in numbers if isinstance(n, int | float)]
     every = (rates.permute, rates.collective, rates.put, rates.between)
     links = [link for link in every if link]
+    # The simulation divides by these.
     per_second = [rates.matmul, rates.memory, *(link.bandwidth for link in links)]
     if not all(0 <= n < math.inf for n in figures) or not all(per_second):
         raise ValueError("its measurements are those of no devices")

@@ -29,6 +29,7 @@ def keep(calibration: Calibration) -> None:
 def kept_texts() -> list[str]:
     """Each file in the folder."""
     found: list[str] = []
+    # In one order, because the first of equals is taken.
     for path in sorted(_files().glob("*.json")):
         try:
             found.append(path.read_text(encoding="utf-8"))
@@ -57,6 +58,7 @@ def of_kind(kind: str) -> list[Calibration]:
     return [c for c in _parsed(tuple(texts)) if c.conditions.device_kind == kind]
 
 
+# By text, so that a calibration is seen that another process makes in the meantime.
 @functools.lru_cache(maxsize=8)
 def _parsed(texts: tuple[str, ...]) -> list[Calibration]:
     found: list[Calibration] = []

@@ -50,7 +50,7 @@ def _changed(conditions: Conditions) -> list[str]:
 
 
 def outdated(devices: Devices) -> Iterator[str]:
-    """For each calibration of such devices that does not hold here, why not."""
+    """Why a calibration of such devices does not hold here, for each that does not."""
     for calibration in of_kind(devices.kind):
         if changed := _changed(calibration.conditions):
             yield f"that of {calibration.date}: {', '.join(changed)}"
@@ -67,6 +67,7 @@ def today() -> datetime.date:
     return datetime.datetime.now(datetime.UTC).date()
 
 
+# Cached, because `nvidia-smi` is a process of its own, and the answer stays.
 @functools.cache
 def conditions_here() -> Conditions:
     """What a calibration of this process's devices holds for."""

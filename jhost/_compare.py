@@ -38,10 +38,12 @@ def tolerance(dtype: Any) -> float:
 def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
+    # `jnp.max` refuses empty arrays.
     if not a.size:
         return jnp.zeros((), jnp.float32)
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return jnp.mean((a != b).astype(jnp.float32))
+    # The difference of two narrow floats may be none of theirs.
     a, b = (x.astype(summed_in(x.dtype)) for x in (a, b))
     # Equal elements have no distance, infinities and NaN among them.
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))

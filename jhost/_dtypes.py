@@ -14,7 +14,7 @@ from jax import dtypes
 
 def bits(dtype: Any) -> int:
     """The bits of a number; of a complex one, the bits of each part."""
-    if dtype == np.bool_:
+    if dtype == np.bool_:  # `jnp.iinfo` refuses it
         return 1
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     return (jnp.iinfo if is_integer else jnp.finfo)(dtype).bits
@@ -53,9 +53,10 @@ def _both(kind: Any, *dtypes: Any) -> bool:
 
 
 def _is_finer(wide: Any, narrow: Any) -> bool:
-    """In digits, and up to the largest number and down to the smallest."""
+    """Whether floats have as many digits, as large numbers and as small ones."""
     one, other = jnp.finfo(wide), jnp.finfo(narrow)
     finer = one.nmant >= other.nmant
     farther = float(one.max) >= float(other.max)
+    # Subnormals count: without them the cast of a small number gives 0.
     smaller = float(one.smallest_subnormal) <= float(other.smallest_subnormal)
     return finer and farther and smaller

@@ -20,7 +20,7 @@ def read(kind: type[T], value: Any) -> T:
     A field that has a default may be left out.
 
     Raises:
-        ValueError: it is none.
+        ValueError: a field is missing, unknown, or of another type.
     """
     return _read(kind, value, kind.__name__)
 
@@ -48,7 +48,7 @@ def _read(kind: Any, value: Any, path: str) -> Any:
 
 
 def _finite(value: float, path: str) -> float:
-    """JSON has no numbers that are none, though `json` reads and writes them."""
+    """JSON has no NaN and no infinity, though `json` reads and writes both."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{path} is {number}")

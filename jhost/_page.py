@@ -166,9 +166,9 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar], what: str, text: Callable[[float], str]) -> Element:
-    """Bars one below another, to one scale, and an axis below: of what, in units.
+    """Bars one below another, to one scale, with an axis below.
 
-    `text` says a length with its unit.
+    `what` says what the lengths are, and `text` says a length with its unit.
     """
     lengths = [sum(_length(size) for _, size in row.parts) for row in rows]
     longest = max(lengths, default=0.0)

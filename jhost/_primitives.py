@@ -23,6 +23,7 @@ def _shift_axis(
     params: dict[str, Any], dim: int, names: tuple[str, ...] | None
 ) -> dict[str, Any]:
     axis = params["axis"]
+    # The mapped dim gets the place `dim`, and moves the dims from there on back.
     return {**params, "axis": axis + 1 if dim <= axis else axis}
 
 

@@ -24,6 +24,7 @@ class Progress(Protocol):
 
 def progress(total: int, unit: str = "case") -> Progress:
     """A bar of `total` steps."""
+    # jhost does not depend on tqdm, so a bar is there for those who have it.
     try:
         tqdm = importlib.import_module("tqdm")
     except ImportError:
@@ -62,6 +63,7 @@ class _Lines:
         self._done += size
         elapsed = time.monotonic() - self._start
         line = f"[{self._done}/{self._total}, {elapsed:.0f} s] {what}"
+        # Flushed, because a job's log is a file, which Python fills block by block.
         print(line, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:

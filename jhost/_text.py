@@ -16,6 +16,7 @@ def seconds_text(seconds: float) -> str:
 
 def bytes_text(count: int) -> str:
     """`count` bytes as one would say it."""
+    # Powers of ten, in which makers of devices give bandwidths.
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

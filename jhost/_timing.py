@@ -22,6 +22,7 @@ def take_turns(
     In a round each function has its turn: `calls` calls that nobody waits for, then the
     wait for all devices.
     """
+    # A first call compiles or loads a program.
     for function in functions.values():
         for _ in range(warmups):
             jax.block_until_ready(function())
@@ -35,6 +36,8 @@ def take_turns(
 
 def _turn(function: Callable[[], Any], calls: int) -> float:
     result, start = None, time.perf_counter()
+    # One behind the other, as a training loop calls: a wait after each would count the
+    # host's launches, which the devices' work hides.
     for _ in range(calls):
         result = function()
     jax.block_until_ready(result)

@@ -10,11 +10,11 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_layouts import ChooseLayouts
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_schedule import ChooseSchedule, WholePrograms
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
@@ -125,7 +125,7 @@ def passes(
     # Units that run as one kernel, and the order of work and transfers outside of
     # loops.
     units = _shared(shares, Segment(), ScheduleLoops())
-    transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between), units)
+    transfers = ChooseForms(rates, settings.pipeline, frozenset(between), units)
     (leave,) = _shared(shares, LeaveToXla(transfers.between))
     # Scans are compared with several cycles.
     weighed = transfers.of_candidates()

@@ -336,12 +336,12 @@ def twice() -> None:
 def calibrates(port: str, count: str, number: str) -> None:
     """Together, by the command; then each goes by it."""
     from jhost import __main__
-    from jhost._calibrate import between, calibrate, measure
+    from jhost._calibrate import between, calibrate, measure, timer
     from jhost._calibration_holds import rates_here
     from jhost.runtime.devices import devices_of
 
     measure.SIZES = between.SIZES = (1 << 19, 1 << 20)
-    measure._LONG = 4  # pyright: ignore[reportPrivateUsage]
+    timer._LONG = 4  # pyright: ignore[reportPrivateUsage]
     calibrate._ON_CPU["budget"] = 0.002  # pyright: ignore[reportPrivateUsage]
     address = f"localhost:{port}"
     __main__.main(["calibrate", "--process", address, count, number])

@@ -10,8 +10,8 @@ from unittest import mock
 
 from jhost.lowering.cost import choose_cycles
 from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops import combine_small, planned
@@ -63,7 +63,7 @@ def moving(
         yield
         return
     with (
-        mock.patch.multiple(ChooseTransfers, **asked),
+        mock.patch.multiple(ChooseForms, **asked),
         mock.patch.object(ChooseSchedule, "best", _in_order),
         mock.patch.object(ChooseCycles, "may_move_work", mock.Mock(return_value=work)),
         mock.patch.object(combine_small, "SMALL", 0),

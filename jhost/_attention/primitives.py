@@ -36,6 +36,7 @@ def _types(query: Any, *_: Any, settings: AttentionSettings) -> list[Any]:
 
 
 def _jvp_types(*args: Any, settings: AttentionSettings, **_: Any) -> list[Any]:
+    # Tangents have the types of the results, which are among the operands.
     return parted(args, settings)[1][:2]
 
 
@@ -85,6 +86,7 @@ def _transpose(
     of_found, of_sums = cotangents
     if of_found is None:
         of_found = jnp.zeros_like(found)
+    # The function drops the sums, so its first derivative has none of theirs.
     given = [of_found] if of_sums is None else [of_found, of_sums]
     return attention_vjp_p.bind(
         *args[:first], *given, argnums=wanted, settings=settings

@@ -64,6 +64,7 @@ def attention(
     """What queries find, and the logarithms of the sums; 0 and -inf of no keys."""
     with jax.default_matmul_precision(settings.precision):
         scores = _scores(operands, settings, positions)
+        # `initial`, because a part may have no keys at all.
         most = _finite(jnp.max(scores, axis=-1, keepdims=True, initial=-np.inf))
         weights = jnp.exp(scores - most)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -119,6 +120,7 @@ def attention_vjp(
     with jax.default_matmul_precision(settings.precision):
         weights = _weights(operands, sums, settings, positions)
         both = (x.astype(weights.dtype) for x in (of_found, found))
+        # D of FlashAttention-2 (Dao 2023): made of results, so for all keys at once.
         rows = sum(of_sums) - jnp.sum(math.prod(both), axis=-1)
         of_scores = weights * (_products(of_found, value) + _as_rows(rows))
         made: dict[int, Callable[[], Any]] = {
@@ -210,7 +212,7 @@ def _as_rows(sums: Any) -> Any:
 
 
 def _products(query: Any, key: Any) -> Any:
-    """Of each query with each key: `[..., T, N, H]`, `[..., S, K, H]`."""
+    """The product of each query, `[..., T, N, H]`, with each key, `[..., S, K, H]`."""
     made = jnp.einsum(
         "...kgth,...skh->...kgts",
         _grouped(query, key),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jhost._calibrate.chains import ChainCall
 from jhost._calibrate.measure import SIZES, Measuring
 from jhost._progress import Progress
 from jhost.lowering.cost.fit import BetweenProcesses, Transfer
@@ -43,10 +42,7 @@ class MeasuringBetween(Measuring):
             for size in SIZES:
                 yield self.move(self.mesh, kind, self.size(size, self.mesh.size))
 
-    def count(self, calls: Mapping[str, ChainCall], longest: float) -> int:
-        # Else one process would wait for ever for calls that another does not make.
-        return self.agreed(super().count(calls, longest))
-
     def agreed(self, count: int) -> int:
         """The count of process 0."""
+        # Else one process would wait for ever for calls that another does not make.
         return int(multihost_utils.broadcast_one_to_all(np.int32(count)))

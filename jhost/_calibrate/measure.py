@@ -1,18 +1,9 @@
-"""Measurements of the devices of this process, for `lowering/cost/fit.py`.
-
-The time of one operation comes from the difference between a long chain of them and a
-short one.  So neither the call nor the matmul before the chain counts.  The two take
-turns, each after calls of its own: near the power limit, clocks fall with work and rise
-with rest.
-"""
+"""Measurements of the devices of this process, for `lowering/cost/fit.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,13 +14,9 @@ from jax.sharding import Mesh
 
 from jhost._calibrate.chains import (
     AXIS,
-    ChainCall,
-    OperationChain,
-    behind_matmul,
     beside,
     chained,
     communicate,
-    compiled,
     multiply,
     normalize,
     operand,
@@ -38,21 +25,16 @@ from jhost._calibrate.chains import (
     square,
     touch,
 )
+from jhost._calibrate.timer import ChainTimer, OperationTime
 from jhost._progress import Progress, no_progress
-from jhost._timing import take_turns
 from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, Transfer
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.compiler_options import PUTS
 from jhost.runtime.nccl import why_no_puts
 
-_SHORT, _LONG = 2, 10
-"""Operations in the two chains; of the smallest kernels ten times as many."""
-
 _SHAPES = ((1, 1, 1), (2, 1, 0.5), (1, 2, 0.5), (1, 0.5, 1))
-"""Matmuls as factors of the side of a square one, which takes `_MATMUL` seconds."""
-
-_MATMUL = 1.5e-3
+"""Matmuls as factors of the side of a square one, which takes 1.5 ms."""
 
 _TRAFFIC = (0.04e-3, 0.16e-3)
 """Seconds that the kernels should take that read and write memory."""
@@ -77,22 +59,11 @@ _IN_PAIRS: Sequence[CommunicationKind] = ("AllGather", "ReduceScatter")
 _MOST = 16
 """Matmuls beside a collective: no more, however slow the network is."""
 
-_ROUNDS = 7
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Seconds:
-    """Seconds of one operation on the devices, and of the host to launch it."""
-
-    seconds: float
-    host: float
-
 
 class Measuring:
     """One pass over everything, on `devices` whose rates are about those of `start`.
 
-    `budget` has the seconds for each pair of chains.  `scale` is a factor of all sizes,
-    which suit such devices at 1.
+    `budget` and `scale` are the timer's.
     """
 
     def __init__(
@@ -106,10 +77,9 @@ class Measuring:
         self.devices = devices
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.start = start
-        self.budget = budget
         self.scale = scale
+        self.timer = ChainTimer(start, budget=budget, scale=scale, agreed=self.agreed)
         self.bar = no_progress()
-        self.matrices: dict[Mesh, jax.Array] = {}
 
     def steps(self) -> int:
         """How many steps the bar has."""
@@ -134,14 +104,14 @@ class Measuring:
 
     # --- What one device does ------------------------------------------------- #
 
-    def kernel(self) -> _Seconds:
+    def kernel(self) -> OperationTime:
         self.bar.step("launches of kernels")
         x, gpu = small(self.mesh), self.devices[0].platform == "gpu"
         more = _ONE_BY_ONE if gpu else {}
-        return self.cost(self.mesh, chained(touch), [x], times=10, more=more)
+        return self.timer.cost(self.mesh, chained(touch), [x], times=10, more=more)
 
     def matmuls(self) -> Iterator[Matmul]:
-        side = self.side()
+        side = self.timer.side()
         for factors in _SHAPES:
             m, n, k = (max(1, int(side * factor)) for factor in factors)
             self.bar.step(f"matmul of {m} x {k} by {k} x {n}")
@@ -157,14 +127,10 @@ class Measuring:
         def there_and_back(x: jax.Array, w: jax.Array, back: jax.Array) -> jax.Array:
             return multiply(jax.lax.optimization_barrier(multiply(x, w)), back)
 
-        return self.cost(self.mesh, chained(there_and_back), [x, w, back]).seconds / 2
-
-    def side(self) -> int:
-        """Of a square matmul that takes long enough; whole tiles, if it is large."""
-        side = (self.start.matmul * _MATMUL * self.scale / 2) ** (1 / 3)
-        # A tile that is not full costs a whole one, and would be fitted as speed.
-        unit = 1024 if side > 2048 else 64
-        return max(unit, round(side / unit) * unit)
+        return (
+            self.timer.cost(self.mesh, chained(there_and_back), [x, w, back]).seconds
+            / 2
+        )
 
     def traffic(self) -> Iterator[Traffic]:
         self.bar.step("memory")
@@ -172,7 +138,7 @@ class Measuring:
             count = self.start.memory * seconds * self.scale
             shape = max(1, int(count) // (4 * _COLUMNS)), _COLUMNS
             x = operand(self.mesh, shape, jnp.bfloat16, 1.0)
-            cost = self.cost(self.mesh, chained(normalize), [x])
+            cost = self.timer.cost(self.mesh, chained(normalize), [x])
             yield Traffic(bytes=4 * math.prod(shape), seconds=cost.seconds)
 
     # --- What several do ------------------------------------------------------ #
@@ -221,7 +187,7 @@ class Measuring:
             # Alone, XLA runs it as a kernel like others; loops have it on a stream.
             chain = beside(step, touch)
             operands.append(small(mesh))
-        cost = self.cost(mesh, chain, operands, more=more)
+        cost = self.timer.cost(mesh, chain, operands, more=more)
         return Transfer(
             kind=kind,
             devices=mesh.size,
@@ -237,10 +203,10 @@ class Measuring:
     def hidden(self) -> float:
         """How much shorter permutes and matmuls are together than one by one."""
         self.bar.step("permutes beside matmuls")
-        w = square(self.mesh, self.side() // 2)
+        w = square(self.mesh, self.timer.side() // 2)
         held = self.size(SIZES[-1], len(self.devices))
         step, x = communicate("CollectivePermute", self.mesh.size), row(self.mesh, held)
-        cost = functools.partial(self.cost, self.mesh)
+        cost = functools.partial(self.timer.cost, self.mesh)
         moves = cost(beside(step, touch), [x, small(self.mesh)]).seconds
         work = cost(chained(multiply), [w, w]).seconds
         both = cost(beside(step, multiply), [x, w, w]).seconds
@@ -257,8 +223,8 @@ class Measuring:
         among = (m for m in moved if m.devices == self.mesh.size)
         gathers = (m for m in among if m.kind == "AllGather")
         gather = max(gathers, key=lambda m: m.held)
-        w = square(self.mesh, self.side() // 2)
-        each = self.cost(self.mesh, chained(multiply), [w, w]).seconds
+        w = square(self.mesh, self.timer.side() // 2)
+        each = self.timer.cost(self.mesh, chained(multiply), [w, w]).seconds
         count = self.agreed(min(_MOST, 1 + math.ceil(gather.seconds / each)))
 
         def work(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -267,8 +233,8 @@ class Measuring:
             return x
 
         step, x = communicate("AllGather", self.mesh.size), row(self.mesh, gather.held)
-        alone = self.cost(self.mesh, chained(work), [w, w]).seconds
-        both = self.cost(self.mesh, beside(step, work), [x, w, w]).seconds
+        alone = self.timer.cost(self.mesh, chained(work), [w, w]).seconds
+        both = self.timer.cost(self.mesh, beside(step, work), [x, w, w]).seconds
         # What the matmuls are too short to hide is not taken from them.
         left = max(0.0, gather.seconds - alone)
         return min(1.0, max(0.0, (both - alone - left) / gather.seconds))
@@ -277,69 +243,7 @@ class Measuring:
         """The same count wherever this is measured."""
         return count
 
-    # --- Time ----------------------------------------------------------------- #
-
-    def cost(
-        self,
-        mesh: Mesh,
-        chain: OperationChain,
-        operands: Sequence[jax.Array],
-        *,
-        times: int = 1,
-        more: Mapping[str, Any] | None = None,
-    ) -> _Seconds:
-        """What one more step takes in a chain, which is `times` as long as usual."""
-        given = [self.first(mesh), *operands]
-        short, long = (
-            compiled(mesh, behind_matmul(chain, times * count), given, more)
-            for count in (_SHORT, _LONG)
-        )
-        seconds = self.medians({"short": short, "long": long})
-        count = times * (_LONG - _SHORT)
-        each = (seconds["long"] - seconds["short"]) / count
-        # A difference of times, unless noise is all there is of it.
-        return _Seconds(
-            seconds=each if each > 0 else seconds["long"] / (times * _LONG),
-            host=max(0.0, (_host(long) - _host(short)) / count),
-        )
-
-    def first(self, mesh: Mesh) -> jax.Array:
-        """The matrix of the matmul before each chain, made once for a mesh."""
-        if mesh not in self.matrices:
-            self.matrices[mesh] = square(mesh, self.side())
-        return self.matrices[mesh]
-
-    def medians(self, calls: Mapping[str, ChainCall]) -> dict[str, float]:
-        """Seconds of a call of each, as they take turns."""
-        count = self.count(calls, max(_once(call) for call in calls.values()))
-        # The first calls of each are not timed: clocks settle in them.
-        times = take_turns(calls, rounds=_ROUNDS, calls=count, warmups=count)
-        return {name: statistics.median(each) for name, each in times.items()}
-
-    def count(self, calls: Mapping[str, ChainCall], longest: float) -> int:
-        """How many calls in a round the budget has time for."""
-        return max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
-
 
 def multiprocessors(device: Any, start: Rates) -> int:
     """How many a device has; JAX knows it of GPUs."""
     return int(getattr(device, "core_count", start.multiprocessors))
-
-
-def _once(call: ChainCall) -> float:
-    jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
-
-
-def _host(call: ChainCall) -> float:
-    """Seconds until a call returns, which does not wait for the devices."""
-    times: list[float] = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        result = call()
-        times.append(time.perf_counter() - start)
-        jax.block_until_ready(result)
-    # The least: the host has other work at times, and never less than this.
-    return min(times)

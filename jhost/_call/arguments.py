@@ -15,7 +15,7 @@ from jhost.lowering.ir.fingerprint import value_text
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """The name of a function, of what a `partial` calls, or of an object's class."""
+    """The name of a function; a `partial` has its function's, an object its class's."""
     if isinstance(fun, functools.partial):
         return name_of(fun.func)
     return getattr(fun, "__name__", type(fun).__name__)

@@ -20,18 +20,32 @@ Role: TypeAlias = Literal["", "forward", "recomputed", "tangents", "backward"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What holds for a jhost function and for every program derived from it.
+    """The settings of a jhost function and of every program derived from it.
 
-    `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
-    jhost's own, which sees to the compiler options.  `compared` ones are lowered in
-    order to run: not those of `lower`, which one process may call alone.  `role` and
-    `batched` say what JAX derived; neither is in what the user called.  `operands` are
-    names for messages, of a program that JAX has made without any.  A function around
-    it is `left_to_xla`, and this call with it.  An `unchecked` call was not lowered
-    when the user made it: a gradient's forward program is instead.  jhost `finds`
-    streams where nothing is marked, unless the user turned that off.  `streams` is how
-    many streams a loop's iterations take turns on: no argument of `jhost.jit`, as a GPU
-    has one queue for computations, and `jhost.tune` tries fewer where that may gain.
+    Attributes:
+        name: the function's name, for messages.
+        mesh: the mesh that it runs on, if it has one.
+        chunks: as for `jhost.jit`.
+        pipeline: likewise.
+        replication_limit: likewise.
+        finds: whether jhost looks for streams where nothing is marked.
+        streams: how many streams a loop's iterations take turns on.  It is no argument
+            of `jhost.jit`, because a GPU has one queue for computations.  `jhost.tune`
+            tries fewer where that may gain.
+        compiler_options: the options that the user gave for XLA.
+        tunings: the tunings that the user gave.
+        embedded: whether the call stands in a trace of somebody else's.  Other calls
+            stand in a `jax.jit` of jhost's own, which sees to the compiler options.
+        compared: whether the call is lowered in order to run, so that all processes
+            have to agree on it.  One process may call `lower` alone.
+        identity: lines about what makes the executable beside its program, such as
+            donated arguments.  Processes compare them.
+        role: the kind of program that JAX derived; empty for the user's own.
+        batched: whether JAX derived it by `vmap`.
+        left_to_xla: whether a function around the call is left to XLA, and so the call.
+        operands: names for messages, of a program that JAX made without any.
+        unchecked: whether the call was not lowered when the user made it.  A gradient's
+            forward program is lowered instead.
     """
 
     name: str
@@ -54,7 +68,7 @@ class Config:
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """What JAX derived, in words: none of what the user called."""
+        """What JAX derived, in words; nothing for the call that the user made."""
         return tuple(filter(None, ("batched" if self.batched else "", self.role)))
 
     @property

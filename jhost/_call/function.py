@@ -217,7 +217,7 @@ class JitFunction(Generic[P, R]):
         forget_traces(self._fun)
 
     def _cache_size(self) -> int:
-        """How many kinds of calls it knows, as that of `jax.jit` says; for tests."""
+        """How many kinds of calls are compiled, as `jax.jit` counts them; for tests."""
         return sum(jitted._cache_size() for jitted in self._every_jit)
 
     @property

@@ -83,7 +83,7 @@ def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
     """The spec of each leaf of `tree`, from its tree prefix `prefix`.
 
     Raises:
-        OptionError: it is none; `what` it is, is named in it.
+        OptionError: `prefix` is no prefix of `tree`; the message names it by `what`.
     """
     # Positional arguments are a tuple, and `jax.jit` takes a list of shardings for
     # them.
@@ -102,7 +102,7 @@ def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
 
 
 def _mismatches(prefix: Any, tree: Any, path: str) -> Iterator[str]:
-    """Where `prefix` has other children than `tree`."""
+    """The places at which `prefix` has other children than `tree`."""
     # A sharding, or None, holds for all that is below it.
     if is_sharding(prefix):
         return
@@ -151,7 +151,7 @@ def own(leaf: Any) -> Sharding | None:
 
 @cached(1024)
 def _shortened(sharding: NamedSharding) -> NamedSharding:
-    """Without Nones behind the last axis of its spec."""
+    """The same sharding without Nones behind the last axis of its spec."""
     partitions = list(sharding.spec)
     while partitions and partitions[-1] is None:
         partitions.pop()

@@ -102,6 +102,7 @@ from jhost._jax.scans import (
     scan_counts as scan_counts,
     scan_like as scan_like,
     stacked_var as stacked_var,
+    zeros_on_host as zeros_on_host,
 )
 from jhost._jax.split import (
     Derivation as Derivation,

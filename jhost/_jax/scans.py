@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+import jax
+from jax import lax
 from jax._src import core
+from jax._src.lax.lax import empty2
 from jax.extend.core import JaxprEqn, Var
 
 from jhost._jax.eqns import Atom, ClosedJaxpr
@@ -27,6 +30,15 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 def stacked_var(var: Var, length: int) -> Var:
     """A variable for the stack that a scan of that length makes of its body's `var`."""
     return Var(core.unmapped_leading_aval(length, var.aval))
+
+
+def zeros_on_host(*, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros in the host's memory, made as a scan makes the stacks that it offloads to.
+
+    XLA allocates them there, and copies nothing.  JAX has no public function for it.
+    """
+    zero = empty2(dtype, memory_space=jax.memory.Space.Host)
+    return lax.broadcast(zero, shape)
 
 
 def scan_like(

@@ -113,10 +113,10 @@ def _rows(
 
 
 def _tiles(sizes: jax.Array, rows: int) -> jax.Array:
-    """For each tile: its group, where its rows begin, and where the group's rows end.
+    """The group of each tile, the start of its rows, and the end of the group's rows.
 
-    `[3, tiles]`; rows behind all groups are one more group, which has the tiles that
-    are left over as well.
+    The shape is `[3, tiles]`.  Rows behind all groups are one more group, which has the
+    tiles that are left over as well.
     """
     starts, ends = _spans(jnp.append(sizes.astype(np.int32), rows), rows)
     last = jnp.cumsum(-(-(ends - starts) // _ROWS))

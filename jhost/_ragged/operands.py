@@ -32,5 +32,6 @@ def can_multiply(
     """Whether there is a kernel for operands of these types."""
     dtypes = {lhs.dtype, np.dtype(preferred_element_type or lhs.dtype)}
     precise = lhs.dtype != np.float32 or precision in PRECISIONS
+    # A kernel has a tile at least.
     sized = min(*lhs.shape, *rhs.shape, *sizes.shape) > 0
     return dtypes <= _DTYPES and precise and sized

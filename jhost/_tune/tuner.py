@@ -75,7 +75,7 @@ class Tuner:
 
     @property
     def steps(self) -> int:
-        """As many for preparing each stream's candidates as for timing them."""
+        """How many steps the bar has: half to prepare candidates, half to time them."""
         return 2 * self.rounds * len(self.groups)
 
     def tuned_program(self, bar: Progress) -> TunedProgram:
@@ -102,7 +102,7 @@ class Tuner:
         mark = open_marks(program)[numbers[0]]
         evaluation = chooser.evaluation(program, self.marks, numbers)
         outcomes = evaluation.measurable(mark)
-        left_out = list(evaluation.refusals)
+        left_out = list(evaluation.evaluator.refusals)
         ready = self.prepare(_worth_it(outcomes, left_out), wanted, left_out)
         ranked = self.ranked(ready)
         if ranked:

@@ -116,7 +116,7 @@ def _ragged(rows: jax.Array, moved: jax.Array, *, axis: str, room: int) -> jax.A
 def _padded(
     rows: jax.Array, moved: jax.Array, *, axis: str, most: int, room: int
 ) -> jax.Array:
-    """As many rows to each device as the most that one may get."""
+    """Exchange blocks of equal size, with room for the most rows that a device gets."""
     me = lax.axis_index(axis)
     sent, received = moved[me], moved[:, me]
     place = jnp.arange(most, dtype=moved.dtype)

@@ -86,6 +86,7 @@ def jit(
     modes = {name: mode for name, mode in modes.items() if mode is not None}
     if f is None:
         return functools.partial(jit, **modes, **options)
+    # flax reads some options, such as `donate_argnums`, and jhost gets all of them.
     theirs = options.keys() & inspect.signature(nnx.jit).parameters.keys()
     made: Any = nnx.jit(f, **modes, **{name: options[name] for name in theirs})
     # flax tells JAX's jit of each module's state what it was told of the module.

@@ -1,51 +1,23 @@
-"""The candidates for an open stream mark, each lowered and timed by simulation.
-
-`simulate.py` says when each candidate's program would be done.
-"""
+"""The candidates for an open stream mark, and which of them is chosen."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
 
-from jhost.errors import first_line
-from jhost.lowering.cost.choose_permutes import ranked_kinds
-from jhost.lowering.cost.outcomes import (
-    SUMS,
-    Outcome,
-    chunks_of,
-    gain_of,
-    left_out_text,
-    ranking_text,
-    text_of,
-)
+from jhost.lowering.cost.evaluator import Evaluator, Predictions
+from jhost.lowering.cost.outcomes import SUMS, Outcome, chunks_of, gain_of, ranking_text
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass, through
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Section
-from jhost.lowering.ir.bodies import adds_up, all_marks, with_marks
+from jhost.lowering.ir.bodies import adds_up, all_marks
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
-from jhost.lowering.ir.remarks import Prediction
-from jhost.lowering.ir.requests import REFUSALS, set_choice
 
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
 
-_UNKNOWN = Prediction(
-    total=math.nan, compute=math.nan, communication=math.nan, host=math.nan
-)
-"""What is predicted where no rates are known."""
-
 _COUNTS = (4, 2, 8)
 """Chunk counts of a collective pipeline, the default first."""
-
-
-Predictions: TypeAlias = list[tuple[Program, Mapping[str, object], Prediction]]
-"""Predictions: each has a program, how it stands in the whole, and its times."""
 
 
 class Evaluation:
@@ -65,12 +37,10 @@ class Evaluation:
     ) -> None:
         self.section = section
         self.marks = all_marks(section.program)
-        self.following = following
         self.rates = rates
         self.to_measure = to_measure
         self.outcomes: list[Outcome] = []
-        self.refusals: list[str] = []
-        self.predictions = [] if predictions is None else predictions
+        self.evaluator = Evaluator(section, following, rates, predictions)
 
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with its choice, the reason, and the predictions it was chosen by."""
@@ -125,7 +95,7 @@ class Evaluation:
         """The predictions for the choice and for the other candidates, in words."""
         rows = [(outcome.text, outcome.seconds) for outcome in ranked]
         how = "estimated from data sheets" if self.known.estimated else "predicted"
-        return ranking_text(how, rows, self.refusals)
+        return ranking_text(how, rows, self.evaluator.refusals)
 
     def with_variants(self, outcome: Outcome) -> list[Outcome]:
         """An outcome; for a p2p pipeline also on fewer streams, and with other sums."""
@@ -211,60 +181,6 @@ class Evaluation:
         assert self.rates is not None, "only candidates to measure need no rates"
         return self.rates
 
-    def evaluate(self, candidate: StreamChoice) -> Outcome | None:
-        """The outcome of `candidate`, or None and an entry in `refusals`."""
-        # Without wishes a candidate is made or refused, but never made in another way.
-        candidate = dataclasses.replace(candidate, wished=())
-        marks = list(self.marks)
-        set_choice(marks, self.section.numbers, candidate)
-        # The whole section is lowered anew: layouts depend on the choice as well.
-        program = with_marks(self.section.program, marks)
-        text = text_of(candidate)
-        try:
-            program = through(self.following, program)
-        except REFUSALS as refusal:
-            self.refusals.append(left_out_text(text, first_line(refusal)))
-            return None
-        if why_not := self.moves_between_processes(candidate, program):
-            self.refusals.append(left_out_text(text, why_not))
-            return None
-        if self.rates is None:
-            predicted = _UNKNOWN
-        else:
-            predicted = self.predicted(program, self.rates)
-        return Outcome(
-            mark=candidate,
-            text=text,
-            seconds=predicted.total,
-            compute=predicted.compute,
-            moving=predicted.communication,
-            host_share=predicted.host / max(predicted.total, 1e-12),
-            program=program,
-        )
-
-    def predicted(self, program: Program, rates: Rates) -> Prediction:
-        """The prediction of a program, which may be known from an equal one."""
-        how = self.section.how
-        for other, its, prediction in self.predictions:
-            same = other.body is program.body and other.results == program.results
-            if same and how == its:
-                return prediction
-        (_, prediction), *_ = ranked_kinds(program, rates, **how, followed=True)
-        self.predictions.append((program, how, prediction))
-        return prediction
-
-    def moves_between_processes(self, candidate: StreamChoice, program: Program) -> str:
-        """Why a candidate that nobody named cannot hide its permutes; "" if it can."""
-        if self.rates is None or candidate.spec.pipeline != "p2p" or candidate.by_name:
-            return ""
-        # The simplest candidate may have permutes already, outside of loops.
-        already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
-        more = [axis for axis, n in permutes(program).items() if n > already[axis]]
-        mesh, reach = dict(program.mesh.shape), self.rates.reach
-        return (
-            why_not_hidden(more, reach, mesh) if between_processes(more, reach) else ""
-        )
-
     def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
         """The outcome, or a faster one that makes the loops' sums outside of them."""
         mark = outcome.mark
@@ -283,6 +199,11 @@ class Evaluation:
         if outcome.mark.spec.pipeline != "p2p":
             return outcome
         return self.if_faster(outcome, outcome.mark.with_spec(zigzag=False))
+
+    def evaluate(self, candidate: StreamChoice) -> Outcome | None:
+        # The simplest candidate may have permutes already, outside of loops.
+        simplest = self.outcomes[0].program if self.outcomes else None
+        return self.evaluator.evaluate(candidate, simplest)
 
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """The outcome of `mark` if it is another program and takes no longer."""

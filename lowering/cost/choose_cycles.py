@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from jhost._text import bytes_text
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.stream_bounds import StreamBounds, in_bodies
 from jhost.lowering.ir.bodies import EachProgram
@@ -31,11 +31,7 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Scan, While
 from jhost.lowering.schedule.cycle import Cycle
 from jhost.lowering.schedule.intervals import IsOpen
 from jhost.lowering.schedule.late_work import late_work
-from jhost.lowering.schedule.movable_transfers import (
-    MovableTransfers,
-    cycle_of,
-    own_stacks,
-)
+from jhost.lowering.schedule.movable_transfers import MovableTransfers, cycle_of
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 from jhost.lowering.schedule.written_cycle import WrittenCycle
@@ -76,7 +72,7 @@ class ChooseCycles(EachProgram):
 
     name: ClassVar[str] = "choose_cycles"
 
-    transfers: ChooseTransfers
+    transfers: ChooseForms
     every: FollowingPass
     """A pass that moves all transfers beside work, for programs that are compared."""
     moves_work: bool = True
@@ -127,9 +123,6 @@ class ChooseCycles(EachProgram):
                 best, note = other, _said(cycle)
                 kept = [each for each in kept if each not in cycle.beside_work]
         why = "each iteration waits for the one before"
-        if own_stacks(scan, found):
-            kept = found.exposed()
-            why = "stacks in the host's memory are the scan's own to write"
         return _noted(_noted(best, note), _said_kept(scan, kept, why))
 
     def cycles(
@@ -212,7 +205,7 @@ class ChooseCycles(EachProgram):
         return self.transfers.between.isdisjoint(axes)
 
 
-def moving_all(transfers: ChooseTransfers) -> ChooseTransfers:
+def moving_all(transfers: ChooseForms) -> ChooseForms:
     """The pass that moves all transfers which can be hidden, without weighing any."""
     return dataclasses.replace(transfers, pipeline="p2p")
 

@@ -7,13 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.cost.candidates import Evaluation, Predictions
-from jhost.lowering.cost.outcomes import (
-    Outcome,
-    chunks_of,
-    gain_of,
-    ranking_text,
-)
+from jhost.lowering.cost.candidates import Evaluation
+from jhost.lowering.cost.evaluator import Predictions
+from jhost.lowering.cost.outcomes import Outcome, chunks_of, gain_of, ranking_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Sections

@@ -13,12 +13,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.candidates import Evaluation, Predictions
+from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.cost.choose_schedule import WholePrograms
-from jhost.lowering.cost.outcomes import (
-    NOT_PIPELINED,
-    ranking_text,
-)
+from jhost.lowering.cost.evaluator import Predictions
+from jhost.lowering.cost.outcomes import NOT_PIPELINED, ranking_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Section, Sections

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_permutes import kinds_of, ranked_kinds
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
 from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.simulate import working
@@ -46,7 +46,7 @@ class ChooseSchedule:
     order: Sequence[FollowingPass]
     leave: FollowingPass
     cycles: ChooseCycles
-    transfers: ChooseTransfers
+    transfers: ChooseForms
 
     def apply(self, program: Program) -> Program:
         ordered = through((*self.order, self.leave), program)

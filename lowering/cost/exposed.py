@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from jhost.lowering.cost.clock import ends_of
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.simulate import ends_of, predict
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.program import Program

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.choose_schedule import WholePrograms
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.outcomes import NOT_PIPELINED
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, through
@@ -51,7 +51,7 @@ class FindStreams:
     rates: Rates | None
 
     @property
-    def transfers(self) -> ChooseTransfers:
+    def transfers(self) -> ChooseForms:
         """The pass that chooses which transfers stand beside work outside of loops."""
         return self.whole.schedule.transfers
 

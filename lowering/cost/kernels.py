@@ -250,7 +250,7 @@ class _UnitKernels:
         return found | self.touched(found)
 
     def touched(self, sizes: Mapping[int, int]) -> dict[int, int]:
-        """The bytes of values of which one part is read or written, at a place."""
+        """The bytes of the part of a value that is read or written at a place."""
         read = dict[int, int]()
         written = dict[int, int]()
         whole = set[int]()

@@ -7,9 +7,10 @@ the ones that made its operands, and the ones before it on its stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence, Set as AbstractSet
+from typing import Literal
 
+from jhost.lowering.cost.control_flow_task import Predict, control_flow_task
 from jhost.lowering.cost.copies import (
     Copies,
     copy_of,
@@ -17,28 +18,18 @@ from jhost.lowering.cost.copies import (
     taken_from_pieces,
     written_in_pieces,
 )
-from jhost.lowering.cost.kernels import (
-    Kernel,
-    forwarded,
-    kernels,
-    steps_for,
-)
+from jhost.lowering.cost.kernels import Kernel, forwarded, kernels, steps_for
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.task import Task
 from jhost.lowering.cost.transfer_tasks import transfer_tasks
 from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
-from jhost.lowering.ir.bodies import ITERATIONS, statements
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.stages import set_aside, stage_runs
-
-Predict: TypeAlias = Callable[[Program], Prediction]
-"""How long a body takes."""
 
 
 def unrolled(
@@ -125,7 +116,9 @@ class _Unrolled(Machine):
                 case ir.GetCurrentStream() | ir.SetCurrentStream():
                     self.switch(stmt)
                 case ir.Scan() | ir.While() | ir.Cond():
-                    self.control_flow(stmt)
+                    after = frozenset[int]().union(*map(self.writers.makers, stmt.ins))
+                    task = control_flow_task(stmt, after, self.rates, self.predict)
+                    self.add(task, stmt.outs)
                 case ir.Synchronize(stream=stream):
                     self.join(self.chains.get(self.stream_key(stream), frozenset()))
                 case _:
@@ -147,51 +140,6 @@ class _Unrolled(Machine):
             ):
                 self.run(stage.body)
         self.depth -= 1
-
-    def control_flow(self, stmt: ir.ControlFlow) -> None:
-        """One task for all iterations; nothing outside of the body overlaps with it."""
-        predicted = [self.predict(body) for body in stmt.bodies]
-        match stmt:
-            case ir.Scan(length=length):
-                inside = (predicted[0] + self.slices_sent(stmt)) * length
-            case ir.While():
-                inside = sum(predicted, Prediction()) * ITERATIONS
-            case ir.Cond():
-                # Nobody knows before which branch will run, so the slowest counts.
-                inside = max(predicted, key=lambda each: each.total)
-        task = Task(
-            seconds=inside.total,
-            host=inside.host,
-            after=frozenset[int]().union(*map(self.writers.makers, stmt.ins)),
-            meet=max(map(self.meeting, stmt.bodies)),
-            inside=inside,
-        )
-        self.add(task, stmt.outs)
-
-    def slices_sent(self, scan: ir.Scan) -> Prediction:
-        """What cutting the slices takes that an iteration sends as they are.
-
-        Others are read in place, or as what is made of them.
-        """
-        sent = {
-            stmt.source.name
-            for stmt in statements(scan.body)
-            if isinstance(stmt, ir.Communicate)
-        }
-        slices = scan.body.params[len(scan.ins) - len(scan.xs) :]
-        cut = [Kernel(2 * bytes_of(each)) for each in slices if each.name in sent]
-        seconds = sum(kernel.seconds(self.rates) for kernel in cut)
-        host = len(cut) * self.rates.host
-        return Prediction(total=seconds, compute=seconds, host=host)
-
-    def meeting(self, body: Program) -> float:
-        """The seconds that the first transfer of a body takes more than the others."""
-        links = (
-            self.rates.link(stmt.kind, stmt.axes)
-            for stmt in statements(body)
-            if isinstance(stmt, ir.Communicate)
-        )
-        return max((link.meet for link in links), default=0.0)
 
     def static(self, index: Index, what: str = "index") -> int:
         """The value of an index on the device that is simulated."""

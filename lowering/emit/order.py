@@ -1,10 +1,10 @@
 """Order between the steps of a program, as its text has it: a stream's chain of tokens.
 
-XLA keeps no order but that of values.  So the values of one step and the inputs of the
-next go through one `lax.optimization_barrier`.  The barriers also keep XLA from merging
-the chunks' matmuls and collectives back into one, and from making transfers
-synchronous.  Without them a chunked gather and matmul took 4 to 25 % longer than one of
-each (four H200s, JAX 0.11.2).
+XLA only keeps readers of a value behind what makes it.  So the values of one step and
+the inputs of the next go through one `lax.optimization_barrier`.  The barriers also
+keep XLA from merging the chunks' matmuls and collectives back into one, and from making
+transfers synchronous.  Without them a chunked gather and matmul took 4 to 25 % longer
+than one of each (four H200s, JAX 0.11.2).
 """
 
 from __future__ import annotations

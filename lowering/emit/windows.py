@@ -25,7 +25,7 @@ class Window:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The shape of what the window shows."""
+        """The shape of the part that the window shows."""
         sizes = zip(self.sizes, self.groups, strict=True)
         return tuple(n * g for d, (n, g) in enumerate(sizes) if d not in self.dropped)
 
@@ -53,12 +53,12 @@ class Window:
 
     @property
     def split_sizes(self) -> tuple[int, ...]:
-        """The shape of what shows, split."""
+        """The same shape with the dims in groups split."""
         return self._split(self.sizes)
 
     @property
     def split_starts(self) -> list[Any]:
-        """Where the slice begins."""
+        """The start of the slice along each dim, with the dims in groups split."""
         starts = zip(self.starts, self.groups, strict=True)
         return [n for s, g in starts for n in ((s,) if g == 1 else (0, s))]
 
@@ -85,7 +85,7 @@ def window(
 
 
 def take(value: Any, windows: Sequence[Window]) -> Any:
-    """What the windows, each of what the one before shows, show of `value`."""
+    """The part of `value` that is seen through all windows, one behind another."""
     for w in windows:
         value = _slice(value.reshape(w.split_shape), w).reshape(w.out_shape)
     return value

@@ -36,8 +36,9 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import SerialMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.rules.dim_rule import DimRule, shape_of, without_factors
+from jhost.lowering.rules.dim_rule import DimRule, shape_of
 from jhost.lowering.rules.elementwise import moves_memory
+from jhost.lowering.rules.registry import without_factors
 from jhost.lowering.rules.table import for_parts, reason_of, rule_of
 
 _MOVED = "a move to other memory"

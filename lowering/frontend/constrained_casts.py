@@ -1,9 +1,9 @@
 """Constraints of values that are only cast stand on the narrower side of the cast.
 
 `constrain(table[tokens]).astype(bfloat16)` constrains a value in float32 that nothing
-but its cast reads.  A cast keeps every dim, so the constraint says as much of what the
-cast makes.  What moves the value then may move the narrower one, and in the gradient,
-where the narrower one comes first, as well.
+but its cast reads.  A cast keeps every dim, so the constraint holds for the result of
+the cast just as well.  Then a transfer of the value may move the narrower one.  So may
+one in the gradient, where the narrower value comes first.
 """
 
 from __future__ import annotations

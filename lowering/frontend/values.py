@@ -92,6 +92,7 @@ class Values:
             shape=tuple(aval.shape),
             dtype=aval.dtype,
             dims=(ir.Dim(),) * len(aval.shape),
+            memory_space=aval.memory_space,
         )
         # By buffer, for passes keep names of buffers and not of variables.
         self.display_names[buffer.name] = self.value_names[var]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jhost._jax import cached
@@ -37,9 +38,12 @@ def compute(
     dtypes = [buffer.dtype for buffer in stmt.ins]
     unit = _UnitOnDevice(stmt.unit, stmt.chunk, size, tuple(ranks.sizes.items()))
     found: list[list[np.ndarray]] = []
+    places = [jax.memory.Space.Device] * (1 + len(ranks.shape))
+    spaces = *places, *(buffer.memory_space for buffer in stmt.ins)
     for rank, each in enumerate(_by_device(ins, ranks.count)):
         place = starts[rank], *np.unravel_index(rank, ranks.shape)
-        found.append(_run(unit, *map(np.int32, place), *map(as_operand, each, dtypes)))
+        args = *map(np.int32, place), *map(as_operand, each, dtypes)
+        found.append(_run(unit, args, spaces))
     return list(map(list, zip(*found, strict=True)))
 
 
@@ -54,7 +58,8 @@ def combined(
         return [reduced(stmt.reducer, (a, b.astype(a.dtype))) for a, b in pairs]
     (unit_eqn,) = stmt.unit.eqns
     assert unit_eqn.rule.combine is not None
-    return _run(_Combination(unit_eqn.rule.combine), *held, *new)
+    spaces = [jax.memory.Space.Device] * 2 * len(new)
+    return _run(_Combination(unit_eqn.rule.combine), (*held, *new), spaces)
 
 
 def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, ...]]:
@@ -94,8 +99,13 @@ class _Combination:
         return self.combine(values[:half], values[half:])
 
 
-def _run(function: Callable[..., Any], *args: Any) -> list[np.ndarray]:
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], spaces: Sequence[Any]
+) -> list[np.ndarray]:
+    types = [
+        ShapedArray(x.shape, x.dtype, memory_space=space)
+        for x, space in zip(args, spaces, strict=True)
+    ]
     return list(map(as_numpy, evaluated(traced(function, *types), args)))
 
 

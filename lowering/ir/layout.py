@@ -79,12 +79,12 @@ def size_in_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def bytes_of(buffer: Buffer) -> int:
-    """Those that a buffer takes on one device."""
+    """The bytes that a buffer takes on one device."""
     return math.prod(buffer.shape) * buffer.dtype.itemsize
 
 
 def bytes_in(buffers: Iterable[Buffer]) -> int:
-    """Those that some buffers take on one device."""
+    """The bytes that some buffers take on one device."""
     return sum(map(bytes_of, buffers))
 
 

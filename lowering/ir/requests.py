@@ -82,7 +82,7 @@ def without_wish(mark: StreamChoice, wish: Wish, reason: str) -> StreamChoice:
 
 
 def unmet_wishes(program: Program) -> tuple[UnmetWish, ...]:
-    """What marks of a lowered program cannot have of what they were wished to."""
+    """The wishes that marks of a lowered program cannot follow."""
     return tuple(r for r in all_remarks(program) if isinstance(r, UnmetWish))
 
 

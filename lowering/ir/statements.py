@@ -2,27 +2,27 @@
 
 A `Program` is what one device of the mesh runs; every device runs the same one, and
 only index expressions differ by rank.  The nodes stand in the order one would explain
-them.  They are nvFuser's Host IR (its pull requests 4144, 4145, 4147, 4301 and 4387),
-with buffers in place of tensor views and a jaxpr's equations in place of kernels.
+them; buffers, units and control flow have modules of their own.  They are nvFuser's
+Host IR (its pull requests 4144, 4145, 4147, 4301 and 4387), with buffers in place of
+tensor views and a jaxpr's equations in place of kernels.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import Literal, TypeAlias
 
-import numpy as np
-from jax.extend.core import JaxprEqn, Var
-
+from jhost.lowering.ir.buffer import Buffer as Buffer, Dim as Dim, node as node
+from jhost.lowering.ir.control_flow import (
+    Cond as Cond,
+    ControlFlow as ControlFlow,
+    Scan as Scan,
+    While as While,
+)
 from jhost.lowering.ir.index import Constant, Index
-from jhost.lowering.rules.dim_rule import DimRule
+from jhost.lowering.ir.unit import Unit as Unit, UnitEqn as UnitEqn
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
-
-# A body is a program, and a program has statements: only types go both ways.
-if TYPE_CHECKING:
-    from jhost.lowering.ir.program import Program
 
 PipelineKind: TypeAlias = Literal["off", "collective", "p2p"]
 CommunicationKind: TypeAlias = Literal[
@@ -33,40 +33,6 @@ CommunicationKind: TypeAlias = Literal[
     "CollectivePermute",
     "SwapAxes",
 ]
-
-_T = TypeVar("_T")
-
-
-# pyright does not follow a decorator that is `dataclass(...)` under another name.
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def node(cls: type[_T]) -> type[_T]:
-    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
-
-
-# --- Buffers ------------------------------------------------------------------ #
-
-
-@node
-class Dim:
-    """How one dim of a buffer is spread: over mesh axes (major first) and in chunks."""
-
-    axes: tuple[str, ...] = ()
-    stream: str | None = None
-
-
-@node
-class Buffer:
-    """Memory on one device, or an alias of a part of it; `shape` is the local one.
-
-    `partial` lists the mesh axes over which the buffer still has to be reduced, each
-    with its reducer.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    dims: tuple[Dim, ...]
-    partial: tuple[tuple[str, Reducer], ...] = ()
 
 
 # --- Memory and aliases ------------------------------------------------------- #
@@ -142,50 +108,6 @@ class Neighbours:
 
 
 # --- Computation -------------------------------------------------------------- #
-
-
-@node
-class UnitEqn:
-    """One equation and how its factors are spread over the mesh and the loop.
-
-    `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
-    enclosing loop works on in chunks.  `accumulators` has an entry for each result: the
-    dtype in which its chunks are added up if it lacks this factor (float32 for a sum of
-    bfloat16), and None if it has the factor.  The factors that `rule` counts stand in
-    zigzag order over `zigzag` devices (see `ir/zigzag.py`), if those are more than one.
-    """
-
-    eqn: JaxprEqn
-    rule: DimRule
-    axes: tuple[tuple[str, ...], ...]
-    stream: int | None = None
-    accumulators: tuple[np.dtype | None, ...] = ()
-    zigzag: int = 1
-
-
-@node
-class Unit:
-    """Equations that run together (nvFuser's HostUnit).
-
-    `pads` says that it hands a value of the user's on, padded.
-    `derived` has facts that were found out about its equations (`ir/derived.py`).
-    """
-
-    name: str
-    eqns: tuple[UnitEqn, ...]
-    invars: tuple[Var, ...]
-    outvars: tuple[Var, ...]
-    pads: bool = False
-    derived: dict[object, Any] = dataclasses.field(
-        default_factory=dict[object, Any], init=False, compare=False, repr=False
-    )
-
-    def named(self, name: str) -> Unit:
-        """The same equations under another name, with all that is known of them."""
-        unit = dataclasses.replace(self, name=name)
-        # Shared: a fact that is found for one of them later holds for both.
-        object.__setattr__(unit, "derived", self.derived)
-        return unit
 
 
 @node
@@ -310,96 +232,6 @@ class NextStage:
     the statements behind it.
     """
 
-
-# --- Control flow of the user's ----------------------------------------------- #
-
-
-@node
-class Scan:
-    """Run `body` `length` times (`lax.scan`).
-
-    The body takes the `consts`, the carried values, and a slice of each of `xs`.  It
-    gives the carried values, and a slice of each of `ys`.  Carried values begin as
-    `carry`, and end as `carried`.  `xs` and `ys` have a leading dim that the body's
-    values lack.
-    """
-
-    body: Program
-    consts: tuple[Buffer, ...]
-    carry: tuple[Buffer, ...]
-    xs: tuple[Buffer, ...]
-    carried: tuple[Buffer, ...]
-    ys: tuple[Buffer, ...]
-    length: int
-    reverse: bool = False
-    unroll: int = 1
-    where: str = ""
-
-    @property
-    def ins(self) -> tuple[Buffer, ...]:
-        """What stands for each param of the body."""
-        return (*self.consts, *self.carry, *self.xs)
-
-    @property
-    def outs(self) -> tuple[Buffer, ...]:
-        """What stands for each result of the body."""
-        return (*self.carried, *self.ys)
-
-    @property
-    def bodies(self) -> tuple[Program, ...]:
-        return (self.body,)
-
-
-@node
-class While:
-    """Run `body` as long as `condition` gives true (`lax.while_loop`).
-
-    The condition takes `condition_consts` and the carried values.  The body takes the
-    `consts` and the carried values, and gives the carried values.  They begin as
-    `carry`, and end as `carried`.
-    """
-
-    condition: Program
-    body: Program
-    condition_consts: tuple[Buffer, ...]
-    consts: tuple[Buffer, ...]
-    carry: tuple[Buffer, ...]
-    carried: tuple[Buffer, ...]
-    where: str = ""
-
-    @property
-    def ins(self) -> tuple[Buffer, ...]:
-        return (*self.condition_consts, *self.consts, *self.carry)
-
-    @property
-    def outs(self) -> tuple[Buffer, ...]:
-        return self.carried
-
-    @property
-    def bodies(self) -> tuple[Program, ...]:
-        return self.condition, self.body
-
-
-@node
-class Cond:
-    """Run one of `branches`, by `index`, on `operands` (`lax.switch`)."""
-
-    index: Buffer
-    branches: tuple[Program, ...]
-    operands: tuple[Buffer, ...]
-    outs: tuple[Buffer, ...]
-    where: str = ""
-
-    @property
-    def ins(self) -> tuple[Buffer, ...]:
-        return (self.index, *self.operands)
-
-    @property
-    def bodies(self) -> tuple[Program, ...]:
-        return self.branches
-
-
-ControlFlow: TypeAlias = Scan | While | Cond
 
 Stmt: TypeAlias = (
     Allocate

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
@@ -82,7 +83,9 @@ def _letters() -> Iterator[str]:
 def type_text(buffer: ir.Buffer) -> str:
     """The type of a buffer, as `f32[2@tp, 4]`."""
     dims = zip(buffer.shape, buffer.dims, strict=True)
-    text = f"{_dtype_text(buffer.dtype)}[{', '.join(_dim_text(n, d) for n, d in dims)}]"
+    sizes = ", ".join(_dim_text(n, d) for n, d in dims)
+    host = "<host>" if buffer.memory_space == jax.memory.Space.Host else ""
+    text = f"{_dtype_text(buffer.dtype)}{host}[{sizes}]"
     if buffer.partial:
         reductions = [f"{reducer} {axis}" for axis, reducer in buffer.partial]
         text += f" partial({', '.join(reductions)})"

@@ -29,7 +29,8 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
-from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last, zero_of
+from jhost.lowering.layouts.commute import reduced_last
+from jhost.lowering.layouts.draft import Draft, is_reduction, zero_of
 from jhost.lowering.layouts.partial_carry import (
     carrying_partial,
     makes_one_of,
@@ -156,7 +157,7 @@ def _stacking_partial(
     """A scan that stacks partial sums, as far as it can, and their reductions."""
     program = stmt.body
     needed = {result.name for result in program.results}
-    body = Rewrite(program.body, needed, {mark.buffer for mark in program.marks})
+    body = Draft(program.body, needed, {mark.buffer for mark in program.marks})
     fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
     inner, mesh = FreshNames.of(program), dict(program.mesh.shape)
     border = scan_border(stmt)

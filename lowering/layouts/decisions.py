@@ -24,6 +24,9 @@ from jhost.lowering.layouts.transfer_bytes import (
 WantedLayout: TypeAlias = tuple[str, Layout]
 """A value, and a layout in which some operation wants it."""
 
+_MUCH = 8
+"""A large move has at least this part (an eighth) of all bytes that move."""
+
 _NO_MOVES = frozenset[WantedLayout]()
 
 
@@ -86,6 +89,11 @@ class Decisions:
     def price(self) -> LayoutCost:
         """The bytes of all moves, and the work."""
         return LayoutCost(self.total, self.flops)
+
+    @property
+    def much(self) -> int:
+        """How many bytes are a large part of all that move."""
+        return max(1, self.total.all // _MUCH)
 
     def in_order(self) -> tuple[Assignment, ...]:
         """The assignments of all operations."""

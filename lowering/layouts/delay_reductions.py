@@ -29,7 +29,8 @@ from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
-from jhost.lowering.layouts.commute import Rewrite, commuted, is_reduction
+from jhost.lowering.layouts.commute import commuted
+from jhost.lowering.layouts.draft import Draft, is_reduction
 from jhost.lowering.layouts.hidden_dims import streamed_where_moved
 from jhost.lowering.layouts.remarks import layout_remark
 from jhost.lowering.layouts.reshard import plan_reshard
@@ -95,7 +96,7 @@ class _Delayer:
         fixed = [m for m in given if not isinstance(m, StreamRequest | StreamChoice)]
         self.fixed = {mark.buffer for mark in fixed}
         needed = {result.name for result in program.results}
-        self.body = Rewrite(program.body, needed, {mark.buffer for mark in given})
+        self.body = Draft(program.body, needed, {mark.buffer for mark in given})
         self.gone: dict[str, Reshard] = {}
         self.stale: set[str] = set()
         self.remarks: dict[str, LayoutReport] = {}

@@ -27,12 +27,13 @@ class HaloPiece:
     """A stretch of a device's part that other devices need.
 
     Attributes:
-        sources: for each device, the one that it gets it from.
+        sources: for each device, the device that sends the stretch to it.
         size: the number of elements.
         starts: for each device, where the stretch that it sends begins in its part.
         places: for each device, where it puts the elements in its window.  A device
             that needs none puts them behind the window.
-        arrays: for each device, of which array it sends a stretch; none if of one only.
+        arrays: for each device, the array whose stretch it sends; empty if there is one
+            array only.
         lengths: for each device, how many elements it puts there; none if all.
     """
 

@@ -100,7 +100,7 @@ class _Join:
                     )
 
     def place(self, device: int, array: int, element: int) -> int:
-        """Where in a device's window an element of an array is."""
+        """The place of an array's element in a device's window."""
         return element - self.reads[array].start(device * self.count, self.count)
 
     def whole(self, array: int) -> HaloPiece:

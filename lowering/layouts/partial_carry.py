@@ -15,7 +15,8 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
-from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last
+from jhost.lowering.layouts.commute import reduced_last
+from jhost.lowering.layouts.draft import Draft, is_reduction
 
 
 def carrying_partial(
@@ -65,14 +66,14 @@ class _PartialCarry:
         out = dataclasses.replace(param, name=name)
         return Reshard(out=out, source=dataclasses.replace(param, partial=self.partial))
 
-    def beginning_with_reductions(self) -> Rewrite:
+    def beginning_with_reductions(self) -> Draft:
         """The body on the reduced params, which is right even if no reduction moves."""
         body = self.stmt.body
         reduced = {each.source.name: each.out for each in self.begun.values()}
         stmts = (replace_buffers(each, reduced) for each in body.body)
         needed = {result.name for result in body.results}
         marked = {mark.buffer for mark in body.marks}
-        return Rewrite([*self.begun.values(), *stmts], needed, marked)
+        return Draft([*self.begun.values(), *stmts], needed, marked)
 
     def stays_partial(self, number: int) -> bool:
         """Whether a carry can be reduced after all; if so, its statements change."""

@@ -10,8 +10,8 @@ from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.statements import Compute, Cond
+from jhost.lowering.layouts.assigner import AssignmentRank
 from jhost.lowering.layouts.solve import Alternatives
-from jhost.lowering.layouts.solver import AssignmentRank
 from jhost.lowering.layouts.texts import moved_text, title_of
 from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.streams.participation import whole_reason

@@ -146,7 +146,7 @@ class Rewriter:
         return self.written.body(flat, inner.rewrite(leaves))
 
     def leaving(self, number: int) -> Buffer:
-        """A result of a body, in the layout in which it leaves it."""
+        """A result of a body, in the layout that it has outside."""
         return self.required(number)
 
     def required(self, number: int) -> Buffer:
@@ -180,6 +180,7 @@ class Rewriter:
             dtype=buffer.dtype,
             dims=dims_of(layout),
             partial=partial,
+            memory_space=buffer.memory_space,
         )
 
     def copy(self, number: int, stmt: Set) -> None:

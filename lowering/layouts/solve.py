@@ -1,8 +1,9 @@
 """Decide the layout of every value and the assignment of every operation.
 
-`solver.py` decides them together.  `improve.py` then changes decisions where the whole
-program receives fewer bytes: first single decisions, then all that move activations or
-weights over a mesh axis, then all that lead to one contraction.
+`solver.py` decides them together.  Then decisions change where the whole program
+receives fewer bytes: first single ones (`improve.py`), then all that move activations
+or weights over a mesh axis (`ways.py`), then all that lead to one contraction
+(`restart.py`).
 """
 
 from __future__ import annotations
@@ -12,25 +13,18 @@ from collections.abc import Mapping
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
-from jhost.lowering.ir.operation import (
-    Assignment,
-    Claim,
-    Operation,
-)
+from jhost.lowering.ir.operation import Assignment, Claim, Operation
 from jhost.lowering.layouts.activations import Staying
+from jhost.lowering.layouts.assigner import AssignmentRank
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import FlatBody, Flattened
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.improve import (
-    asked_way,
-    axes_left_open,
-    improved,
-    restarted,
-    ways,
-)
+from jhost.lowering.layouts.improve import improved
 from jhost.lowering.layouts.kinds import OfKinds
-from jhost.lowering.layouts.solver import AssignmentRank, Solver
+from jhost.lowering.layouts.restart import restarted
+from jhost.lowering.layouts.solver import Solver
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
+from jhost.lowering.layouts.ways import asked_way, axes_left_open, ways
 
 _CLOSE = 2
 """Up to so many times the fewest bytes, layouts are weighed by predicted times."""
@@ -133,12 +127,12 @@ def _alternatives(
     solver: Solver, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
 ) -> Alternatives:
     """The claims that `assignment` does not follow, and what following them costs."""
-    claims = dict.fromkeys(solver.claims(op, layouts))
+    claims = dict.fromkeys(solver.assigner.claims(op, layouts))
     lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
     # Ranked once more for the user: what the claims that lost would have cost.
     ranked = [
-        (candidate, solver.rank(op, candidate, layouts, set()))
-        for candidate in (solver.candidates(op, layouts) if lost else ())
+        (candidate, solver.assigner.rank(op, candidate, layouts, set()))
+        for candidate in (solver.assigner.candidates(op, layouts) if lost else ())
     ]
     losing = {
         (axis, factor): min(
@@ -147,4 +141,4 @@ def _alternatives(
         )
         for axis, factor in lost
     }
-    return Alternatives(solver.rank(op, assignment, layouts, set()), losing)
+    return Alternatives(solver.assigner.rank(op, assignment, layouts, set()), losing)

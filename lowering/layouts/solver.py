@@ -1,48 +1,28 @@
 """Decide the layouts of values and the assignments of operations together.
 
 Preferences flow backward (`preferences.py`) and decisions flow forward, until nothing
-changes.  Two operands may claim one mesh axis for different factors.  Then the
-assignment that receives the fewest bytes wins.  On a tie the larger operand stays where
-it is.
+changes.  `assigner.py` has the best assignment of one operation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jhost.lowering.ir.graph import makers_of
-from jhost.lowering.ir.layout import Layout, replicated, used_axes
+from jhost.lowering.ir.layout import Layout, replicated
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
-from jhost.lowering.ir.operation import (
-    Assignment,
-    Claim,
-    Operation,
-    assignments_by,
-    claims_of,
-)
-from jhost.lowering.layouts.activations import (
-    OperandNumbers,
-    Staying,
-    operands_of,
-    stays,
-)
+from jhost.lowering.ir.operation import Assignment
+from jhost.lowering.layouts.activations import Staying
+from jhost.lowering.layouts.assigner import Assigner, decided_by
 from jhost.lowering.layouts.backward import Backward
-from jhost.lowering.layouts.decisions import Decisions, WantedLayout
-from jhost.lowering.layouts.effects import AssignmentEffects
+from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.kinds import Kinds, OfKinds, by_place
+from jhost.lowering.layouts.kinds import OfKinds
 from jhost.lowering.layouts.preferences import Preferences
-from jhost.lowering.layouts.transfer_bytes import (
-    NOTHING,
-    LayoutCost,
-    ReshardCosts,
-    TransferBytes,
-)
+from jhost.lowering.layouts.transfer_bytes import ReshardCosts
 
 _ROUNDS = 16
 """The most rounds of a search; one carries a preference through the whole program.
@@ -51,25 +31,8 @@ Most programs need two or three rounds.
 """
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class AssignmentRank:
-    """How good an assignment is: less is better, and earlier fields count first.
-
-    Attributes:
-        cost: the bytes, with the work counted in bytes.
-        shared: minus the number of axes that share the work.
-        largest: the elements of the largest operand that must move.
-        moved: the bytes alone, which do not count in comparisons.
-    """
-
-    cost: TransferBytes
-    shared: int
-    largest: int
-    moved: TransferBytes = dataclasses.field(compare=False)
-
-
 class Solver:
-    """The operations of a program, and how each is best assigned."""
+    """The operations of a program, and the layouts with which they move few bytes."""
 
     def __init__(
         self,
@@ -98,13 +61,8 @@ class Solver:
         repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
         self.preferences = Preferences(self.buffers, marks, self.mesh, barriers)
-        self.kinds = Kinds(self.preferences, self.costs, known.numbers)
-        self.effects = AssignmentEffects(
-            self.preferences, self.costs, self.kinds, known.effects
-        )
-        self.found = known.cheapest
-        self.staying: Staying = ()
-        """What stays over a mesh axis while layouts are decided."""
+        self.assigner = Assigner(self.operations, self.preferences, self.costs, known)
+        self.effects = self.assigner.effects
         self.readers: dict[str, list[int]] = {}
         self.makers = makers_of(op.outs for op in self.operations)
         for number, op in enumerate(self.operations):
@@ -168,18 +126,13 @@ class Solver:
 
     def fixed_point_keeping(self, staying: Staying) -> Decisions:
         """The fixed point from a new start, with some operands staying over an axis."""
-        self.staying = staying
+        self.assigner.staying = staying
         self.preferences.restart()
         try:
             decided = self.fixed_point().in_order()
         finally:
-            self.staying = ()
+            self.assigner.staying = ()
         return self.decided(decided)
-
-    @functools.cached_property
-    def operands(self) -> Mapping[str, OperandNumbers]:
-        """The operands that may stay: activations, and weights."""
-        return operands_of(self.operations)
 
     def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
         """The fixed point from a new start, with one operation's assignment given."""
@@ -213,7 +166,7 @@ class Solver:
         """Decide in program order, given the earlier decisions."""
         made = Decisions(self.operations, self.effects, self.costs, self.given())
         for number in range(len(self.operations)):
-            made.decide(number, self.cheapest(number, made))
+            made.decide(number, self.assigner.cheapest(number, made))
         return made
 
     def forward_again(self, made: Decisions, preferred: Iterable[str]) -> set[int]:
@@ -231,7 +184,10 @@ class Solver:
         waiting = sorted(queued)
         while waiting:
             number = heapq.heappop(waiting)
-            assignment, before = self.cheapest(number, made), made.counted[number]
+            assignment, before = (
+                self.assigner.cheapest(number, made),
+                made.counted[number],
+            )
             if assignment != made.assignments[number]:
                 changed.add(number)
             laid_out = made.decide(number, assignment)
@@ -252,123 +208,6 @@ class Solver:
             for param in self.params
         }
 
-    def cheapest(self, number: int, made: Decisions) -> Assignment:
-        """The best assignment of an operation, found once for each case of a kind."""
-        op, moves = self.operations[number], made.known(number)
-        layouts = [made.layouts[name] for name in decided_by(op)]
-        kept, about = self.kept_by(op, made.layouts), self.preferences.about(op.outs)
-        case = self.kinds.of(op), by_place(op, moves), kept, about, *layouts
-        found = self.found.get(case)
-        if found is None:
-            found = self.found[case] = self.find_cheapest(op, made.layouts, moves)
-        return found
-
-    def find_cheapest(
-        self,
-        op: Operation,
-        layouts: Mapping[str, Layout],
-        moves: Collection[WantedLayout],
-    ) -> Assignment:
-        """The best assignment of an operation.
-
-        First the best is found for each number of axes that share the work.  Among
-        these, the one that moves the fewest bytes wins, and hidden bytes count too:
-        hiding bytes does not pay for a reduction that more devices repeat.
-        """
-        best: dict[int, tuple[AssignmentRank, Assignment]] = {}
-        for candidate in self.allowed(op, layouts):
-            rank = self.rank(op, candidate, layouts, moves)
-            # Only reductions are work that more devices should not repeat.
-            shared = rank.shared if op.reduces else 0
-            if shared not in best or rank < best[shared][0]:
-                best[shared] = rank, candidate
-            if rank.moved == NOTHING:
-                break  # later candidates spread the work less, and cannot move less
-        assert best, "the assignment to nobody always fits"
-        shared = min(best, key=lambda shared: (best[shared][0].cost.all, shared))
-        return best[shared][1]
-
-    def allowed(
-        self, op: Operation, layouts: Mapping[str, Layout]
-    ) -> Iterable[Assignment]:
-        """The candidates; those that leave an operand in place, if that is to stay."""
-        candidates, kept = self.candidates(op, layouts), self.kept_by(op, layouts)
-        if kept is None:
-            return candidates
-        operand, axis = kept
-        every = [*candidates]
-        staying = [c for c in every if stays(op, operand, c, layouts, axis)]
-        return staying or every
-
-    def kept_by(
-        self, op: Operation, layouts: Mapping[str, Layout]
-    ) -> tuple[int, str] | None:
-        """The operand that is to stay over an axis, if it lies over that axis."""
-        if not self.staying:
-            return None
-        what, axis = self.staying
-        operand = self.operands[what].get(op)
-        if operand is None or axis not in used_axes(layouts[op.ins[operand]]):
-            return None
-        return operand, axis
-
-    def candidates(
-        self, op: Operation, layouts: Mapping[str, Layout]
-    ) -> Iterator[Assignment]:
-        if op.like is not None:
-            yield op.following(layouts[op.like])
-            return
-        if op.pinned is not None:
-            yield op.pinned
-            return
-        claims = self.claims(op, layouts)
-        for candidate in assignments_by(len(op.sizes), claims):
-            if op.fits(candidate, self.mesh):
-                yield candidate
-                if self.preferences.follows(op):
-                    break  # the first is the operand's own layout
-
-    def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
-        """The claims of its operands, and of its results' targets unless it follows."""
-        if op.like is not None or op.pinned is not None:
-            return ()
-        return claims_of(
-            op,
-            layouts,
-            {} if self.preferences.follows(op) else self.preferences.targets,
-            self.mesh,
-        )
-
-    def is_bound(self, op: Operation) -> bool:
-        """Whether another value's layout decides its own."""
-        return op in self.bound
-
-    @functools.cached_property
-    def bound(self) -> Collection[Operation]:
-        """The operations that another value's layout decides."""
-        follows = self.preferences.follows
-        return {op for op in self.operations if op.like is not None or follows(op)}
-
-    def rank(
-        self,
-        op: Operation,
-        assignment: Assignment,
-        layouts: Mapping[str, Layout],
-        moves: Collection[WantedLayout],
-    ) -> AssignmentRank:
-        """How good an assignment is, with the bytes to what consumers prefer."""
-        effect = self.effects.of(op, assignment)
-        moved, largest = effect.cost + effect.more, 0
-        for name, want in effect.wants:
-            if layouts[name] != want and (name, want) not in moves:
-                there = [have for value, have in moves if value == name]
-                have = self.costs.nearest(name, [layouts[name], *there], want)
-                moved += self.costs.reshard(name, have, want)
-                largest = max(largest, math.prod(self.buffers[name].shape))
-        shared = -sum(map(len, assignment))
-        cost = LayoutCost(moved, effect.flops).in_bytes
-        return AssignmentRank(cost, shared, largest, moved)
-
     def paying(self, made: Decisions) -> list[int]:
         """The operations that move something, or whose results are moved."""
         moved = made.moved()
@@ -378,8 +217,3 @@ class Solver:
             if not moved.isdisjoint((*op.ins, *op.outs))
             or not self.effects.of(op, made.assignments[number]).at_rest
         ]
-
-
-def decided_by(op: Operation) -> tuple[str, ...]:
-    """The values whose layouts influence an operation's assignment."""
-    return op.ins if op.like is None else (*op.ins, op.like)

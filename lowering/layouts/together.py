@@ -81,7 +81,7 @@ class _WindowsTogether:
                     )
 
     def place(self, window: int, device: int, element: int) -> int:
-        """Where in a device's window an element is."""
+        """The place of an element in a device's window."""
         count = self.counts[window]
         return element - self.reads[window].start(device * count, count)
 

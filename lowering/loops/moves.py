@@ -152,7 +152,7 @@ class MovingLoop(ChunkLoop):
     def piece_of(
         self, shard: ir.Buffer, stmt: ir.Communicate, groups: int = 1
     ) -> ir.Buffer:
-        """An alias of the piece at hand of what `stmt` makes, or of a term of it."""
+        """An alias of the current piece of a shard that `stmt` makes, or of a term."""
         assert stmt.dim is not None
         window = self.window(groups)
         scale = shard.shape[stmt.dim] // window.extent
@@ -186,7 +186,7 @@ class MovingLoop(ChunkLoop):
         return self.terms[stmt.out.name]
 
     def count_of_terms(self, stmt: ir.Communicate) -> int:
-        """How many devices send a term of what a device owns."""
+        """How many devices send a term to the owner of a chunk."""
         # Steps that are left out send nothing.
         return axes_size(stmt.axes, self.spec.mesh) - self.hidden.count
 

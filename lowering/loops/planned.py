@@ -80,6 +80,7 @@ def planned(program: Program, strict: bool) -> PlannedStreams:
     graph, plan = plan_program(program)
     mesh = dict(program.mesh.shape)
     if unmet := [*wishes_that_fail(graph, plan, mesh)]:
+        # Without one wish another may be met, or fail, so all is planned again.
         return planned(without_wishes(program, unmet), strict)
     if strict:
         check_marks(program, graph, plan)

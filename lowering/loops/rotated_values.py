@@ -81,7 +81,7 @@ def rotated_values(program: Program) -> set[ValueName]:
 class _Rotations:
     """All values by name, and which are the `same`: stacked by a scan, and in its body.
 
-    No factor is known of what works on those in `whole`.
+    Values in `whole` are read or made by something whose factors are not known.
     """
 
     def __init__(self, program: Program) -> None:

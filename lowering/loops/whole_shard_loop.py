@@ -102,7 +102,7 @@ class WholeShardLoop:
         return [s for s in self.stmts[id(node)] if not isinstance(s, ir.Wait)]
 
     def arrived(self, nodes: Group) -> list[ir.Stmt]:
-        """The totals of what has come, if it has sums.
+        """The sums of the terms that have come, if these are terms.
 
         Totals that nothing here reads are added up behind the loop, on no stream.  XLA
         may then fuse them into their readers, and reads the terms in place.

@@ -54,16 +54,15 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
         # The last partial result of a block is its total, so no second pass adds it up.
         totals = lax.index_in_dim(inside, last, dim + 1, keepdims=False)
         totals = scan(totals, axis=dim, reverse=reverse)
-        # The totals of the blocks before each block; nothing before the first.
+        # The totals of the blocks before each block.
         before = padded(totals, dim, nothing, (-1, 1) if reverse else (1, -1))
         others = [d for d in range(x.ndim) if d != dim + 1]
         before = lax.broadcast_in_dim(before, x.shape, others)
-        made = combine(before, inside)
-        if reducer == "prod" and jnp.iscomplexobj(made):
-            # The first block has no factor before it: 1 times an infinity is NaN.
-            number = lax.broadcasted_iota(np.int32, made.shape, dim)
-            first = lax.eq(number, lax.full_like(number, blocks - 1 if reverse else 0))
-            made = lax.select(first, inside, made)
+        # There is none before the first.  A neutral element is not nothing: complex 1
+        # times an infinity is NaN.
+        number = lax.broadcasted_iota(np.int32, x.shape, dim)
+        first = lax.eq(number, lax.full_like(number, blocks - 1 if reverse else 0))
+        made = lax.select(first, inside, combine(before, inside))
         made = lax.collapse(made, dim, dim + 2)
         if made.shape[dim] == whole:
             return made

@@ -178,7 +178,7 @@ def _across(program: Program, stmt: ir.ControlFlow) -> Iterator[list[_DimOfValue
 def _of_iterations(
     program: Program, body: Program, border: ScanBorder | WhileBorder
 ) -> Iterator[list[_DimOfValue]]:
-    """Dims of what all iterations have, and of what each hands to the next."""
+    """The dims of values that all iterations read, or that each hands to the next."""
     for outside, inside in (*border.consts, *border.carry, *border.carried):
         yield from _pairs(program, outside, body, inside)
     # A value that leaves an iteration enters the next one.

@@ -10,7 +10,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.rules.building import along, leading
-from jhost.lowering.rules.dim_rule import DimRule, Shard, bind, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Shard, bind, shape_of
+from jhost.lowering.rules.registry import rule
 
 # --- Along one dim or a few --------------------------------------------------- #
 

@@ -29,8 +29,9 @@ from jhost.lowering.rules.attention_kernels import (
 )
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
 from jhost.lowering.rules.attention_parts import weighted
-from jhost.lowering.rules.dim_rule import DimRule, Dims, rule, shape_of, without_factors
+from jhost.lowering.rules.dim_rule import DimRule, Dims, shape_of
 from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.registry import rule, without_factors
 
 _BNTH = 1  # of JAX's two layouts; the other is BTNH
 

@@ -84,7 +84,7 @@ class Maps:
             self.keys = FactorDim(self.factors.new(sizes.S, cut[1]))
 
     def of_queries(self) -> Dims:
-        """The map of queries, of what they find, and of the cotangents of both."""
+        """The map of queries, of their results, and of the cotangents of both."""
         return self._in_layout(self.heads, self.queries)
 
     def of_keys(self) -> Dims:
@@ -92,7 +92,7 @@ class Maps:
         return self._in_layout(self.shared, self.keys)
 
     def of_scores(self, shape: Sequence[int]) -> Dims:
-        """The map of what each score has, which a size of 1 stretches."""
+        """The map of what scores take besides, such as a mask; sizes of 1 stretch."""
         sizes = self.sizes
         followed = zip(
             (*self.batch, self.heads, self.queries, self.keys),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -28,29 +27,9 @@ from jax.extend.core import JaxprEqn
 from jhost._dtypes import summed_in
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Shard
+from jhost.lowering.rules.position_runs import PositionRun, blocks_of, sees
 
 PartKind: TypeAlias = Literal["whole", "as it is", "halves", "masked", "blocks"]
-
-# In all chunks of a loop together: XLA compiles a few matmuls for each.
-_MOST_BLOCKS = 32
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PositionRun:
-    """`size` steps of a factor from `at` on; in the whole they lie within `span`.
-
-    The first of them stands at `first` there.
-    """
-
-    at: int
-    size: int
-    first: Any
-    span: Any
-
-    def is_like(self, other: PositionRun) -> bool:
-        """Whether both are of one size and have all positions of their spans."""
-        spans = self.size, other.size, self.span, other.span
-        return all(isinstance(span, int) for span in spans) and len({*spans}) == 1
 
 
 @functools.cache
@@ -153,7 +132,7 @@ class AttentionBlocks(abc.ABC):
             case "masked":
                 return self.masked(eqn, args)
             case "blocks":
-                rows, columns = self.blocks(shard)
+                rows, columns = blocks_of(self.window, self.sizes, shard)
                 return self.along(
                     self.queries, [self.row(eqn, args, row, columns) for row in rows]
                 )
@@ -177,27 +156,10 @@ class AttentionBlocks(abc.ABC):
             case "halves":
                 return 1
             case "blocks" if shard.varies(self.queries) or shard.varies(self.keys):
-                rows, columns = self.blocks(shard)
+                rows, columns = blocks_of(self.window, self.sizes, shard)
                 return len(rows) * len(columns)
             case _:
                 return 0
-
-    def blocks(self, shard: Shard) -> tuple[list[PositionRun], list[PositionRun]]:
-        """The runs of queries and those of keys: squares, if those are not too many."""
-        both = self.queries, self.keys
-        starts, here = [*map(shard.starts, both)], [*map(shard.size, both)]
-        most = max(_MOST_BLOCKS * here[1] // self.sizes[1], 1)
-        side = math.gcd(*map(shard.grain, both))
-        if self.window.right == 0 and math.prod(n // side for n in here) <= most:
-            rows, columns = (
-                _runs(*each, side) for each in zip(starts, here, strict=True)
-            )
-            return rows, columns
-        rows = _runs(starts[0], here[0], here[0] // len(starts[0]))
-        # Keys of a row are cut as its queries are: they have no smaller blocks to skip.
-        stretch = here[1] // len(starts[1])
-        columns = _runs(starts[1], here[1], math.gcd(stretch, rows[0].size))
-        return rows, _joined(columns, max(most // len(rows), 1))
 
     def seen(self, args: Sequence[Any]) -> Any:
         """Which queries see which keys: a mask of queries by keys."""
@@ -268,7 +230,7 @@ class AttentionBlocks(abc.ABC):
         """What a run of queries finds among a run of keys."""
         # Of two scalars XLA finds the difference of equal ones, and drops branches.
         distance = row.first - column.first
-        hidden, seen = self.sees(row, column, distance)
+        hidden, seen = sees(self.window, row, column, distance)
         branches = [
             lambda *args: self.nothing(eqn, args),
             lambda *args: self.unmasked(eqn, args),
@@ -279,22 +241,6 @@ class AttentionBlocks(abc.ABC):
             branches.append(lambda *args: self.as_it_is(eqn, args))
             case = jnp.where(distance == 0, 3, case)
         return lax.switch(case, branches, *args)
-
-    def sees(
-        self, row: PositionRun, column: PositionRun, distance: Any
-    ) -> tuple[Any, Any]:
-        """Whether a run of queries sees no key of another run, and whether it sees all.
-
-        The first query stands `distance` behind the first key.
-        """
-        nearest, farthest = distance - column.span + 1, distance + row.span - 1
-        left, right = self.window.left, self.window.right
-        hidden, seen = False, True
-        if left is not None:
-            hidden, seen = hidden | (nearest > left), seen & (farthest <= left)
-        if right is not None:
-            hidden, seen = hidden | (farthest < -right), seen & (nearest >= -right)
-        return hidden, seen
 
     def nothing(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """The results of a hidden block."""
@@ -338,28 +284,3 @@ def _sum(parts: Sequence[Any]) -> Any:
     # Wide: the sum is rounded once, in `__call__`, and not with each part.
     wide = summed_in(parts[0].dtype)
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])
-
-
-def _runs(starts: Sequence[Any], here: int, size: int) -> list[PositionRun]:
-    """The stretches of a factor that begin there, cut into runs of one size."""
-    stretch = here // len(starts)
-    return [
-        PositionRun(number * stretch + at, size, start + at, size)
-        for number, start in enumerate(starts)
-        for at in range(0, stretch, size)
-    ]
-
-
-def _joined(runs: Sequence[PositionRun], most: int) -> list[PositionRun]:
-    """Neighbours among the runs made one, equally many in each, to have so few."""
-    each = next(
-        n
-        for n in range(1, len(runs) + 1)
-        if not len(runs) % n and len(runs) <= n * most
-    )
-    return [
-        dataclasses.replace(
-            first, size=each * first.size, span=last.first - first.first + last.span
-        )
-        for first, last in zip(runs[::each], runs[each - 1 :: each], strict=True)
-    ]

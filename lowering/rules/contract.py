@@ -18,10 +18,10 @@ from jhost.lowering.rules.dim_rule import (
     Shard,
     bind,
     bind_same,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.reducers import Reducer, from_zero, sum_of
+from jhost.lowering.rules.registry import rule
 
 DotNumbers: TypeAlias = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]

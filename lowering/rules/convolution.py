@@ -14,16 +14,10 @@ from jax.extend.core import JaxprEqn
 from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.contract import rebind_product
-from jhost.lowering.rules.dim_rule import (
-    DimRule,
-    FactorDim,
-    Rebind,
-    Shard,
-    rule,
-    shape_of,
-)
+from jhost.lowering.rules.dim_rule import DimRule, FactorDim, Rebind, Shard, shape_of
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import COMBINE, Reducer, sum_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
     is_whole,
     reading_dim,

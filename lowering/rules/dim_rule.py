@@ -9,7 +9,8 @@ The rules are in `elementwise.py`, `shape.py`, `contract.py`, `scaled.py`, `ragg
 `along.py`, `index.py`, `gather.py`, `scatter.py`, `random.py`, `attention.py`,
 `written_attention.py`, `partitioning.py` and `shard_map.py`.  Rules that read windows
 of dims are in `rearrange.py`, `rotate.py`, `pooling.py` and `convolution.py`.  All are
-written with `building.py` and `windows.py`, and `table.py` imports them all.
+written with `building.py` and `windows.py`, stand in `registry.py`, and `table.py`
+imports them all.
 """
 
 from __future__ import annotations
@@ -269,78 +270,10 @@ class DimRule:
         return len(holders) == 2 and bool(set.intersection(*holders))
 
 
-Rule: TypeAlias = Callable[[JaxprEqn], DimRule]
-
-_rules: dict[str, Rule] = {}
-_opaque: dict[str, str] = {}
-
-
-def rule(*primitives: str) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of the named primitives."""
-
-    def register(function: Rule) -> Rule:
-        for primitive in primitives:
-            assert primitive not in known_primitives(), primitive
-            _rules[primitive] = function
-        return function
-
-    return register
-
-
-def opaque(reason: str, *primitives: str) -> None:
-    """State that the named primitives work on whole arrays only, and why."""
-    for primitive in primitives:
-        assert primitive not in known_primitives(), primitive
-        _opaque[primitive] = reason
-
-
-def rule_of(eqn: JaxprEqn) -> DimRule:
-    """The factors of `eqn`; every dim whole where its primitive has no rule."""
-    # By name, so that there can be rules for primitives that only some JAX releases
-    # have.
-    registered = _rules.get(eqn.primitive.name)
-    return registered(eqn) if registered else without_factors(eqn)
-
-
-def opaque_reason(primitive: str) -> str:
-    """Why a primitive without a rule has none."""
-    return _opaque.get(primitive, "jhost has no dim rule for it")
-
-
-def reason_of(eqn: JaxprEqn, rule: DimRule) -> str:
-    """Why `eqn`, whose rule is opaque, works on whole arrays."""
-    return rule.reason or opaque_reason(eqn.primitive.name)
-
-
-def ruled_primitives() -> frozenset[str]:
-    """The primitives with a rule."""
-    return frozenset(_rules)
-
-
-def known_primitives() -> frozenset[str]:
-    """The primitives with a rule and those stated to be opaque."""
-    return ruled_primitives() | frozenset(_opaque)
-
-
-# --- Shapes ------------------------------------------------------------------- #
-
-
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal of a jaxpr."""
     # The type of a token has no shape.
     return tuple(atom.aval.shape) if hasattr(atom.aval, "shape") else ()
-
-
-def without_factors(eqn: JaxprEqn, reason: str = "") -> DimRule:
-    """No factors: operands and results whole, for the `reason`."""
-    return DimRule(
-        sizes=(),
-        reducers=(),
-        operands=tuple((None,) * len(shape_of(v)) for v in eqn.invars),
-        results=tuple((None,) * len(shape_of(v)) for v in eqn.outvars),
-        opaque=True,
-        reason=reason,
-    )
 
 
 def part_shape(dims: Dims, shape: Sequence[int], shard: Shard) -> tuple[int, ...]:

@@ -9,15 +9,9 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import (
-    DimRule,
-    Dims,
-    Shard,
-    rule,
-    shape_of,
-    without_factors,
-)
+from jhost.lowering.rules.dim_rule import DimRule, Dims, Shard, shape_of
 from jhost.lowering.rules.properties import VIEWS
+from jhost.lowering.rules.registry import rule, without_factors
 
 _ARITHMETIC = (
     "abs",

@@ -25,11 +25,11 @@ from jhost.lowering.rules.dim_rule import (
     Shard,
     bind,
     part_shape,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.elements import Elements, elements_of
 from jhost.lowering.rules.reducers import Reducer, identity, sum_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.rows import (
     MODES,
     Rows,

@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn
 from jhost._dtypes import bits
 from jhost._jax import define_primitive
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import DimRule, Shard, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Shard, shape_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.row_of_pieces import plan_row
 from jhost.lowering.rules.windows import padded
 
@@ -44,12 +45,6 @@ def _window(
     own = [length[:1] for length in lengths]
     return [_assembled(pieces, first, own, lambda table: table[0], dim, size)]
 
-
-_FEW_PLACES = 3
-"""Up to so many places of a piece, selects pick its place; above it, a slice does.
-
-Selects fuse into what reads them, but there is one for each place.
-"""
 
 edge_p = define_primitive("edge", _edge)
 """`size` elements of a dim of one of some arrays.
@@ -143,39 +138,41 @@ def _assembled(
         pairs = [(pieces[n], at) for n, at in row.places]
         made = _side_by_side(pairs, pieces[0], dim, row.length)
         return _slice_at(made, here(row.starts), size, dim)
-    # Selects, and no updates of one buffer: XLA fuses selects into what reads them.
+    # Updates of one buffer, and no selects: XLA would write a buffer of the window's
+    # size for each piece that selects pick a place for.
     shape = list(pieces[0].shape)
     shape[dim] = size
-    number = lax.broadcasted_iota(np.int32, shape, dim)
     made = lax.full(shape, 0, pieces[0].dtype)
-    for piece, table, counted in zip(pieces, places, counting, strict=True):
-        at = here(table)
-        moved = _moved(piece, table, at, dim, size)
-        inside = lax.bitwise_and(number >= at, number < at + here(counted))
-        made = lax.select(inside, moved, made)
+    for piece, at, counted in zip(pieces, places, counting, strict=True):
+        made = _updated(made, piece, at, counted, here, dim)
     return made
 
 
-def _moved(piece: Any, table: Sequence[int], at: Any, dim: int, size: int) -> Any:
-    """`size` elements with a piece at its place, which is one of those in `table`."""
-    length, nothing = piece.shape[dim], lax.full((), 0, piece.dtype)
-    places = sorted({each for each in table if -length < each < size})
-    if len(places) > _FEW_PLACES:
-        # XLA may store this array, so it is no longer than the places need.
-        first, last = places[0], places[-1]
-        wide = padded(piece, dim, nothing, (last, size - length - first))
-        start = lax.clamp(np.int32(0), np.int32(last) - at, np.int32(last - first))
-        return lax.dynamic_slice_in_dim(wide, start, size, axis=dim)
-    moved = padded(piece, dim, nothing, (0, size - length))
-    for place in places:
-        other = padded(piece, dim, nothing, (place, size - length - place))
-        is_here = lax.broadcast(_is(at, place), other.shape)
-        moved = lax.select(is_here, other, moved)
-    return moved
-
-
-def _is(at: Any, place: int) -> Any:
-    return lax.eq(lax.convert_element_type(at, np.int32), np.int32(place))
+def _updated(
+    made: Any,
+    piece: Any,
+    at: Sequence[int],
+    counted: Sequence[int],
+    here: Callable[[Sequence[int]], Any],
+    dim: int,
+) -> Any:
+    """A window with the elements of a piece that count, each at its place."""
+    size, left = made.shape[dim], piece.shape[dim]
+    length = min(size, left)
+    # All devices update so many elements inside of their windows.
+    begins = [min(max(place, 0), size - length) for place in at]
+    # The piece's element that stands first there; a place that has none gives others.
+    pairs = zip(begins, at, strict=True)
+    firsts = [min(max(begin - place, -length), left) for begin, place in pairs]
+    ends = max(0, -min(firsts)), max(0, max(firsts) + length - left)
+    wide = padded(piece, dim, lax.full((), 0, piece.dtype), ends)
+    start = here([first + ends[0] for first in firsts])
+    new, begin = _slice_at(wide, start, length, dim), here(begins)
+    if any(firsts) or min(counted) < length:
+        number = lax.broadcasted_iota(np.int32, new.shape, dim) + here(firsts)
+        counts = lax.bitwise_and(number >= 0, number < here(counted))
+        new = lax.select(counts, new, _slice_at(made, begin, length, dim))
+    return lax.dynamic_update_slice_in_dim(made, new, begin, dim)
 
 
 def _side_by_side(

@@ -27,10 +27,10 @@ from jhost.lowering.rules.dim_rule import (
     Shard,
     bind,
     part_shape,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.reducers import Reducer, identity, sum_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.rows import can_be_added_up, can_be_summed, differing
 from jhost.lowering.rules.windows import has_windows, slice_or_fill
 

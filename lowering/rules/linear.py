@@ -6,12 +6,11 @@ reductions over their own kind.
 
 Integers stay exact: they wrap round alike either way.  The factors of a product are
 assumed to be finite, as every change of a sum's order assumes of its terms.  A divisor
-is not assumed to differ from 0, because divisors often are 0.  Signs of zero: a sum
-that cancels and is then negated gives 0.0 instead of -0.0; terms that are all zeros
-keep their sign.
+may be 0, because divisors often are.  Signs of zero: a sum that cancels and is then
+negated gives 0.0 instead of -0.0; terms that are all zeros keep their sign.
 
-A sum of what devices look up has one *lone* term for each element: the others are -0.0,
-or 0 as an integer.  Any cast of the term is the cast of the sum, bit for bit.
+If devices look elements up and add them, each element has one *lone* term: the others
+are -0.0, or 0 as an integer.  Any cast of the term is the cast of the sum, bit for bit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Users read the reasons in `explain` and in warnings.  The names hold for JAX 0.1
 
 from __future__ import annotations
 
-from jhost.lowering.rules.dim_rule import opaque
+from jhost.lowering.rules.registry import opaque
 
 # --- Bodies that stay closed --------------------------------------------------- #
 

@@ -26,10 +26,9 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Shard,
     part_shape,
-    rule,
     shape_of,
-    without_factors,
 )
+from jhost.lowering.rules.registry import rule, without_factors
 
 
 @rule("custom_partitioning")

@@ -19,11 +19,11 @@ from jhost.lowering.rules.dim_rule import (
     Rebind,
     Shard,
     bind,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer, identity
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
     is_whole,
     reading,

@@ -25,16 +25,10 @@ from jhost._ragged.forms import Form, numbers
 from jhost._ragged.primitives import multiplied, ragged_dot_p
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.contract import DotNumbers, product, rebind_product
-from jhost.lowering.rules.dim_rule import (
-    DimRule,
-    Dims,
-    FactorDim,
-    Shard,
-    rule,
-    shape_of,
-)
+from jhost.lowering.rules.dim_rule import DimRule, Dims, FactorDim, Shard, shape_of
 from jhost.lowering.rules.flops import matmul_of
 from jhost.lowering.rules.reducers import Reducer, sum_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.rows import can_be_summed
 
 _FORMS: dict[Any, Form] = {numbers(form, batch=0): form for form in get_args(Form)}

@@ -30,11 +30,10 @@ from jhost.lowering.rules.dim_rule import (
     Shard,
     factors_of,
     part_shape,
-    rule,
     shape_of,
-    without_factors,
 )
 from jhost.lowering.rules.elementwise import elementwise
+from jhost.lowering.rules.registry import rule, without_factors
 
 _hash: Callable[..., Any] = threefry2x32_p.bind
 _WHOLE = "this generator draws other bits for a part than for the whole array"

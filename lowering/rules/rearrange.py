@@ -23,12 +23,12 @@ from jhost.lowering.rules.dim_rule import (
     Shard,
     bind,
     part_shape,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.joining import in_a_row, joining
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import identity, sum_of
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.windows import (
     has_windows,
@@ -145,9 +145,9 @@ def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
         x = _cut(x, alike, starts, limits, strides)
         for dim, factor in filled.items():
             first = starts[dim] - first_step(shard, factor)
-            size = limits[dim] - starts[dim]
-            x = slice_or_fill(x, dim, first, size, identity(reducer, x.dtype))
-        return [_cut(x, filled, (0,) * len(shape), x.shape, strides)]
+            size, nothing = shape_of(eqn.outvars[0])[dim], identity(reducer, x.dtype)
+            x = slice_or_fill(x, dim, first, size, nothing, strides[dim])
+        return [x]
 
     picked = frozenset(d.factor for n, d in enumerate(dims) if d and n in small)
     return dataclasses.replace(made, rebind=rebind, counted=picked, picked=picked)

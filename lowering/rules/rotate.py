@@ -12,9 +12,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import define_primitive
-from jhost.lowering.rules.dim_rule import DimRule, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, shape_of
 from jhost.lowering.rules.joining import joining
 from jhost.lowering.rules.reads import WindowReads
+from jhost.lowering.rules.registry import rule
 
 
 def _rotated(x: jax.Array, *, dim: int, start: int) -> list[jax.Array]:

@@ -185,7 +185,7 @@ def differing(shape: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def batched(window: Dims, batching: Mapping[int, int], batch: Dims) -> Dims:
-    """The operand's map: its batching dims follow those of the indices."""
+    """The operand's map; its batching dims have the factors of the indices'."""
     return tuple(
         batch[batching[dim]] if dim in batching else mapped
         for dim, mapped in enumerate(window)

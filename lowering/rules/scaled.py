@@ -22,10 +22,10 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Rebind,
     Shard,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.reducers import sum_of
+from jhost.lowering.rules.registry import rule
 
 MATRICES: DotNumbers = ((2,), (2,)), ((0,), (0,))
 """`[batch, m, k]` and `[batch, n, k]`, the only shapes of `jax.nn.scaled_matmul`."""

@@ -25,11 +25,11 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Shard,
     bind,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.elements import Elements, elements_of
 from jhost.lowering.rules.reducers import Reducer, identity
+from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.rows import (
     MODES,
     Rows,

@@ -16,9 +16,9 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Shard,
     part_shape,
-    rule,
     shape_of,
 )
+from jhost.lowering.rules.registry import rule
 
 # --- Reshape ------------------------------------------------------------------ #
 

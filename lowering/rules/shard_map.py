@@ -32,10 +32,10 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Shard,
     bind,
-    rule,
     shape_of,
 )
 from jhost.lowering.rules.properties import CALLS, MARKS, called_body, keeps_its_barrier
+from jhost.lowering.rules.registry import rule
 
 
 @rule("shard_map")

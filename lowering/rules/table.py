@@ -25,14 +25,14 @@ from jhost.lowering.rules import (
     written_attention,
 )
 from jhost.lowering.rules.attention import for_parts
-from jhost.lowering.rules.dim_rule import (
+from jhost.lowering.rules.linear import distributes, keeps_terms
+from jhost.lowering.rules.registry import (
     known_primitives,
     opaque_reason,
     reason_of,
     rule_of,
     ruled_primitives,
 )
-from jhost.lowering.rules.linear import distributes, keeps_terms
 
 # Importing a module of rules registers them.
 __all__ = [

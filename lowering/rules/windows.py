@@ -134,17 +134,17 @@ def part_of_whole(
     return slice_or_fill(x, dim, start, length, value)
 
 
-def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
-    """`size` elements of a dim, from `start` on, and `fill` where `x` has none."""
-    if size < x.shape[dim]:
-        # What is padded is copied: only the elements nearest to it.
-        near = lax.clamp(np.int32(0), start, np.int32(x.shape[dim] - size))
-        x, start = lax.dynamic_slice_in_dim(x, near, size, axis=dim), start - near
-    x = padded(x, dim, fill, (size, size))
-    # Beyond either end of the padded array there is only `fill`, so clamping is right.
-    last = np.int32(x.shape[dim] - size)
-    start = lax.clamp(np.int32(0), start + np.int32(size), last)
-    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+def slice_or_fill(
+    x: Any, dim: int, start: Any, size: int, fill: Any, stride: int = 1
+) -> Any:
+    """`size` elements of a dim, `stride` apart, and `fill` where `x` has none."""
+    # Looked up, because a slice of padded elements would have them written first.
+    steps = lax.iota(np.int32, size) * np.int32(stride)
+    wanted = lax.convert_element_type(start, np.int32) + steps
+    inside = lax.bitwise_and(wanted >= 0, wanted < np.int32(x.shape[dim]))
+    found = jnp.take(x, wanted, axis=dim, mode="clip")
+    inside = lax.broadcast_in_dim(inside, found.shape, (dim,))
+    return lax.select(inside, found, lax.broadcast(fill, found.shape))
 
 
 def padded(

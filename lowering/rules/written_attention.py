@@ -22,9 +22,11 @@ from jhost._attention.written_out import AttentionSettings, width
 from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
-from jhost.lowering.rules.attention_parts import AttentionBlocks, PositionRun, weighted
-from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, rule, shape_of
+from jhost.lowering.rules.attention_parts import AttentionBlocks, weighted
+from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, shape_of
+from jhost.lowering.rules.position_runs import PositionRun, blocks_of, sees
 from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.registry import rule
 
 
 @rule("dot_product_attention")
@@ -105,11 +107,11 @@ class WrittenBlocks(AttentionBlocks):
         here = shard.size(self.queries), shard.size(self.keys)
         if 0 in here or here == self.sizes:
             return here[1]
-        rows, columns = self.blocks(shard)
+        rows, columns = blocks_of(self.window, self.sizes, shard)
         made = sum(
             column.size
             for row, column in itertools.product(rows, columns)
-            if not self.sees(row, column, row.first - column.first)[0]
+            if not sees(self.window, row, column, row.first - column.first)[0]
         )
         return math.ceil(made / len(rows))
 
@@ -120,7 +122,7 @@ class WrittenBlocks(AttentionBlocks):
         self, eqn: JaxprEqn, args: Sequence[Any], row: PositionRun, column: PositionRun
     ) -> list[Any]:
         """Nothing is computed where all keys are hidden."""
-        hidden, _ = self.sees(row, column, row.first - column.first)
+        hidden, _ = sees(self.window, row, column, row.first - column.first)
         return lax.cond(
             hidden,
             lambda *args: self.nothing(eqn, args),

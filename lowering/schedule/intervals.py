@@ -96,7 +96,7 @@ def ready_at(
     issued: Mapping[int, int],
     place: Sequence[int],
 ) -> int:
-    """The place of the last block that a transfer comes behind, or -1 if there is none.
+    """The place of the last block that a transfer follows, or -1 if it follows none.
 
     `place` has the place of each block.  `issued` has the works that other transfers
     are issued before, by the blocks of these.

@@ -74,7 +74,7 @@ class _FreeProducts:
         self.free = set[int]().union(*(group.every for group in self.groups))
 
     def late(self) -> Iterator[Late]:
-        """For each exposed transfer the largest product that is left and has room."""
+        """A product beside each exposed transfer: the largest left that has room."""
         exposed = [*self.exposed()]
         room = _CARRIED * max((larger_side(stmt) for stmt, _ in exposed), default=0)
         left = sorted(self.groups, key=self.work, reverse=True)

@@ -15,7 +15,6 @@ from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
 from jhost.lowering.schedule.blocks import blocks_of, communication_of
 from jhost.lowering.schedule.cycle import Counted, Cycle, Early, Late
-from jhost.lowering.schedule.host_memory import results_off_device
 from jhost.lowering.schedule.intervals import SUMS, IsOpen
 
 _LITTLE = 1
@@ -33,8 +32,6 @@ def cycle_of(
 
     Without `little` the sums stay that have a little work behind their terms.
     """
-    if own_stacks(scan, found):
-        return None
     of_work = {stmt.name for each in work for stmt in each.transfers}
     sums = (
         each
@@ -48,11 +45,6 @@ def cycle_of(
     # With no iteration left in the scan XLA sees straight lines.  It would merge what
     # the backward gathers again with what the forward gathered, and keep it from there.
     return cycle if cycle.inside else None
-
-
-def own_stacks(scan: ir.Scan, found: MovableTransfers) -> bool:
-    """Whether a scan has to write its stacks itself: some are in the host's memory."""
-    return not found.stacked.isdisjoint(results_off_device(scan.body))
 
 
 class MovableTransfers:

@@ -6,7 +6,8 @@ finds all intervals.  It counts works and bytes and knows no seconds, because al
 processes have to write the same program.
 
 - *Work* takes long enough to hide a transfer: contractions, and for sums loops as well.
-  It keeps its order here; `moved_work.py` changes it before.
+  It keeps its order here; `moved_work.py` changes it before.  Works that all transfers
+  stand beside need none, see `one_run.py`.
 - A gather makes more bytes.  It is issued before the first work behind its source, but
   at most a few works ahead of its reader.  Gathers that nothing has read yet share a
   window of bytes, and it waits until the window has room.  In a program with a scan it
@@ -58,6 +59,7 @@ from jhost.lowering.schedule.intervals import (
     IsOpen,
     intervals,
 )
+from jhost.lowering.schedule.one_run import in_one_run
 from jhost.lowering.schedule.permutes import Permutes
 from jhost.lowering.schedule.scheduled_transfer import (
     ScheduledTransfer,
@@ -99,7 +101,8 @@ def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
     if not ways:
         return program
     walk = _Walk(program, ways)
-    body = walk.blocks.barriers.together(walk.statements())
+    body = in_one_run(walk.statements(), walk.works, walk.blocks.results)
+    body = walk.blocks.barriers.together(body)
     return dataclasses.replace(program, body=tuple(body))
 
 
@@ -144,6 +147,8 @@ class _Walk:
         self.seen: set[int] = set()
         self.put_off: list[StatementBlock] = []
         self.body: list[ir.Stmt] = []
+        self.works: list[range] = []
+        """Where the body has work that stands on a stream."""
 
     def statements(self) -> list[ir.Stmt]:
         for number, block in enumerate(self.blocks.all):
@@ -170,8 +175,12 @@ class _Walk:
         ordered = block.contracts or (waited and self.stays_behind(number))
         if has_moved(block) and self.is_under_way():
             self.body += _behind_transfers(block.stmts)
+        elif beside and ordered:
+            start = len(self.body)
+            self.body += _on_own(block)
+            self.works.append(range(start, len(self.body)))
         else:
-            self.body += _on_own(block) if beside and ordered else block.stmts
+            self.body += block.stmts
 
     def is_under_way(self) -> bool:
         """Whether any transfer is under way: it is not to come, and has not ended."""

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jhost._jax import zeros_on_host
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.units.make import type_of, unit_of
@@ -43,7 +44,11 @@ class Stacks:
         """A stack like `stack`, of zeros."""
         out = fresh(stack, self.names)
         # Each place is written before it is read, but XLA has no array without values.
-        self._compute(_zeros, [], out, shape=stack.shape, dtype=stack.dtype)
+        how = {"shape": stack.shape, "dtype": stack.dtype}
+        if stack.memory_space == jax.memory.Space.Host:
+            self._compute(zeros_on_host, [], out, **how)
+        else:
+            self._compute(_zeros, [], out, **how)
         return out
 
     def finished(self, stack: ir.Buffer) -> ir.Buffer:

@@ -18,8 +18,8 @@ class FoundStream:
         moved: the names of the communications.
         hidden: the most seconds that loops could gain: the communications take no
             longer, or the contractions do not.
-        evened: those of them for which the last device works longer than all do on
-            average.  Loops in zigzag order give each the same work.
+        evened: the part of `hidden` for which the last device works longer than the
+            average.  Loops in zigzag order give each device the same work.
         work: the seconds of the contractions.
         beside: the seconds of the products that work on rows of the dim.
         place: orders dims: later dims are higher, but the last dim is lowest.
@@ -50,6 +50,7 @@ def overlap(stream: FoundStream, other: FoundStream) -> bool:
     """Whether two streams exclude each other."""
     if not stream.moved.isdisjoint(other.moved):
         return True
+    # A value is cut along one dim.
     return not {m.buffer for m in stream.every_mark}.isdisjoint(
         m.buffer for m in other.every_mark
     )

@@ -56,6 +56,7 @@ def _around(
     """The transfers and contractions next to a node, one way."""
     seen, waiting = {number}, [number]
     for each in waiting:
+        # What takes no seconds, as a cast does, is walked through.
         if each != number and seconds[each]:
             yield each
             continue
@@ -73,6 +74,7 @@ def is_product(stmt: Stmt) -> bool:
     if not rule.contracts or rule.matmul is not None:
         return False
     left, right, out = map(factors_of, (*rule.operands[:2], rule.results[0]))
+    # A factor of both operands and of the result is a batch.
     return not left & right & out
 
 

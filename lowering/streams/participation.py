@@ -39,6 +39,7 @@ class Access:
     groups: Fraction
 
 
+# Plans ask for these often, and making a fraction is slow.
 @functools.lru_cache(maxsize=1024)
 def _whole(size: int) -> Fraction:
     return Fraction(size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of, cached, fresh_var
@@ -123,9 +124,10 @@ def computes_of(
     return computes
 
 
-def type_of(buffer: Buffer) -> jax.ShapeDtypeStruct:
+def type_of(buffer: Buffer) -> ShapedArray:
     """The type of a buffer, as `unit_of` takes it."""
-    return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
+    memory_space = buffer.memory_space
+    return ShapedArray(buffer.shape, buffer.dtype, memory_space=memory_space)
 
 
 def _like(out: Buffer, aval: Any, name: str) -> Buffer:

@@ -99,4 +99,5 @@ def _check_same(
 
 def _type(buffer: ir.Buffer) -> tuple[object, ...]:
     # Each side has names of its own, and streams end at the border.
-    return buffer.shape, buffer.dtype, layout_of(buffer), buffer.partial
+    memory = buffer.memory_space
+    return buffer.shape, buffer.dtype, layout_of(buffer), buffer.partial, memory

@@ -156,7 +156,7 @@ def _check_not_partial(state: State, buffer: ir.Buffer, what: str) -> None:
 
 
 def _outside_of_loops(state: State) -> None:
-    """Of a border between stages; a loop's body comes stage by stage."""
+    """Refuse a border between stages: a loop's body comes without them, one by one."""
     state.fail("a loop around", "none", "the body of a loop has stages")
 
 

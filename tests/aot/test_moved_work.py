@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from tests.aot.on_h200 import QUICKLY, MakeH200s, exposed_in_bodies
+from tests.aot.on_h200 import QUICKLY, MakeH200s
 
 ROWS, WIDTH, HIDDEN, LAYERS = 16384, 4096, 8192, 4
 
@@ -61,44 +61,6 @@ def test_gradients_of_weights_are_beside_what_moves_between_layers(tp: Mesh) -> 
     # Of the layer's input and of its gradient, which are gathered, and of the sum.
     assert len(permutes) == 3, str(schedule)
     assert all(each.asynchronous and each.matmuls for each in permutes), str(schedule)
-
-
-def test_no_transfer_of_a_backward_over_two_axes_stands_beside_nothing(
-    h200s: MakeH200s,
-) -> None:
-    """Shards of weights come over one axis, and rows move over the other.
-
-    In the forward nothing can hide the rows: each layer waits for the one before.
-    """
-    mesh = h200s({"fsdp": 2, "tp": 2})
-    specs = (P(None, "fsdp", "tp"), P(None, "tp", "fsdp")), P(("fsdp", "tp"))
-    how: dict[str, Any] = {"in_shardings": specs, "out_shardings": specs}
-
-    def over_both(x: jax.Array, weights: Any) -> jax.Array:
-        up, down = weights
-        hidden = jax.nn.gelu(jhost.shard(x, P("fsdp")) @ up)
-        rows = P(("fsdp", "tp"))
-        hidden = jhost.shard(hidden, P("fsdp", "tp"))
-        return jhost.shard(x + jhost.shard(hidden @ down, rows), rows)
-
-    def f(weights: Any, x: jax.Array) -> jax.Array:
-        again = jax.checkpoint(over_both)
-        y, _ = lax.scan(lambda x, w: (again(x, w), None), x, weights)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    # By itself jhost finds loops over chunks here.
-    gradients = jhost.jit(jax.grad(f, (0, 1)), mesh=mesh, streams="marked", **how)
-    weights = bfloat16(LAYERS, WIDTH, HIDDEN), bfloat16(LAYERS, HIDDEN, WIDTH)
-    lowered = gradients.lower(weights, bfloat16(ROWS, WIDTH))
-    assert "each iteration waits for the one before" in str(
-        lowered.explain(detail=True)
-    )
-    schedule = lowered.compile(dict(QUICKLY)).schedule()
-    bodies = (each.computation for each in schedule.communications)
-    forward, backward = filter(None, dict.fromkeys(bodies))
-    found = exposed_in_bodies(schedule)
-    assert len(found) == 2, str(schedule)
-    assert all(forward in each and backward not in each for each in found)
 
 
 def bfloat16(*shape: int) -> jax.ShapeDtypeStruct:

@@ -175,32 +175,6 @@ def bfloat16(w: jax.Array) -> jax.Array:
     return w.astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("axis", "spec", "kind"),
-    [("fsdp", P(None, "fsdp"), "ReduceScatter"), ("dp", P(), "AllReduce")],
-)
-def test_collectives_between_processes_stand_beside_matmuls(
-    axis: str, spec: P, kind: str, two_processes: MakeH200s
-) -> None:
-    """All but the program's first gather and its last sum; unasked."""
-    masters = [jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)] * 3
-    specs = [spec] * 3
-    step = jhost.jit(
-        jax.grad(layers),
-        mesh=two_processes({axis: 4}),
-        in_shardings=(specs, P(axis)),
-        out_shardings=specs,
-    )
-    made = step.lower(masters, jax.ShapeDtypeStruct((32768, WIDTH), jnp.bfloat16))
-    schedule = made.compile().schedule()
-    inside = [c for c in schedule.communications if c.computation]
-    kinds = Counter(c.kind for c in inside)
-    assert kinds == {kind: 3} | ({"AllGather": 6} if axis == "fsdp" else {})
-    assert all(c.asynchronous and c.matmuls for c in inside), str(schedule)
-    exposed = [c.kind for c in schedule.communications if not c.matmuls]
-    assert exposed == ["AllGather"] * (axis == "fsdp") + [kind], str(schedule)
-
-
 def test_what_is_not_to_be_ordered_is_as_jax_jit_has_it(
     two_processes: MakeH200s,
 ) -> None:

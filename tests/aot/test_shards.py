@@ -80,66 +80,6 @@ def test_no_more_weights_are_whole_than_two(fsdp: Mesh, forward: Any) -> None:
     assert early < whole + 2.5 * WEIGHT
 
 
-def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> None:
-    """Of two weights in an iteration, the first comes in the iteration before.
-
-    The second comes beside the first's matmul.  Only the program's first weight has
-    nothing before it.
-    """
-
-    def f(x: jax.Array, weights: Any) -> jax.Array:
-        def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-            first, second = weights
-            return layer(layer(x, first), second), None
-
-        y, _ = lax.scan(block, x, weights)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    weight = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
-    spec = (P(None, "fsdp"),) * 2
-    schedule = compiled(f, (weight, weight), spec, P(), fsdp).schedule()
-    inside = [each for each in schedule.communications if each.computation]
-    kinds = Counter(each.kind for each in inside)
-    assert kinds == {"CollectivePermute": 2 * (DEVICES - 1)}, str(schedule)
-    assert not exposed_in_bodies(schedule), str(schedule)
-    assert exposed(schedule, "AllGather") == {0}, str(schedule)
-
-
-def test_float32_masters_are_cast_early_and_sent_as_bfloat16(fsdp: Mesh) -> None:
-    """Where each is cast in its layer, which is computed again in the backward.
-
-    In a loop over layers each permute has a matmul beside it, both ways.
-    """
-
-    @jax.checkpoint
-    def block(x: jax.Array, weights: Any) -> jax.Array:
-        gate, up, down = weights
-        inner = jax.nn.silu(x @ bfloat16(gate)) * (x @ bfloat16(up))
-        return x + inner @ bfloat16(down)
-
-    def f(x: jax.Array, weights: Any) -> jax.Array:
-        y, _ = lax.scan(lambda x, each: (block(x, each), None), x, weights)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    weight = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
-    weights, specs = (weight,) * 3, (P(None, "fsdp"),) * 3
-    made = compiled(jax.grad(f, 1), weights, specs, specs, fsdp)
-    schedule = made.schedule()
-    kinds = Counter(each.kind for each in schedule.communications)
-    assert kinds.keys() == {"AllGather", "CollectivePermute"}, str(schedule)
-    permutes = [c for c in schedule.communications if c.kind == "CollectivePermute"]
-    assert {c.bytes for c in permutes} == {WEIGHT // DEVICES}, str(schedule)
-    assert not exposed_in_bodies(schedule), str(schedule)
-    # The last sums of the program have little work left.
-    assert sum(not c.matmuls for c in permutes) < 2 * DEVICES, str(schedule)
-    gathers = [c for c in schedule.communications if c.kind == "AllGather"]
-    assert {c.bytes for c in gathers} == {WEIGHT * (DEVICES - 1) // DEVICES}
-
-
-def bfloat16(w: jax.Array) -> jax.Array:
-    return w.astype(jnp.bfloat16)
-
-
 def test_unconstrained_activations_stay_and_weights_come(fsdp: Mesh) -> None:
     """Moving activations takes fewer bytes and more time (`cost/choose_layouts.py`)."""
     layers, rows, width, hidden = 4, 8192, 4096, 8192

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import __main__, _calibration_cache, _calibration_holds
-from jhost._calibrate import measure
+from jhost._calibrate import measure, timer
 from jhost._calibrate.measure import Measuring
 from jhost._calibration import Calibration
 from jhost._calibration_holds import conditions_here, rates_here
@@ -84,7 +84,7 @@ class Counted(Progress):
 def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SIZES", (1 << 20,))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 2, 1),))
-    monkeypatch.setattr(measure, "_LONG", 3)
+    monkeypatch.setattr(timer, "_LONG", 3)
     start, bar = rates_to_start_from("cpu"), Counted()
     effort = {"budget": 1e-3, "scale": 1e-3}
     measuring = Measuring(jax.devices()[:count], start, **effort)
@@ -103,12 +103,12 @@ def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_puts_are_measured_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SIZES", (1 << 20, 2 << 20))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 1, 1),))
-    monkeypatch.setattr(measure, "_LONG", 3)
+    monkeypatch.setattr(timer, "_LONG", 3)
     monkeypatch.setattr(measure, "why_no_puts", lambda _: "")
     given: list[object] = []
-    compiled = measure.compiled
+    compiled = timer.compiled
     monkeypatch.setattr(
-        measure,
+        timer,
         "compiled",
         lambda *a: (given.append(a[3] if len(a) > 3 else None), compiled(*a))[1],
     )

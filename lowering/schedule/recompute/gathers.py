@@ -58,7 +58,7 @@ def _gathered(nodes: Iterable[Node]) -> list[Buffer]:
 def _kept(
     program: Program, graph: Graph, pipelined: Collection[int]
 ) -> list[tuple[int, int, Buffer]]:
-    """For each later reader of a gather: both numbers, and the gathered buffer."""
+    """The later readers of gathers: both numbers, and the gathered buffer."""
     results = {buffer.name for buffer in program.results}
     found: list[tuple[int, int, Buffer]] = []
     for number in sorted(pipelined):

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.bodies import held_bodies
 from jhost.lowering.ir.effects import reads_writes
@@ -84,7 +84,7 @@ def test_a_cycle_is_written_again_in_other_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ChooseCycles, "gains", lambda *_: True)
-    transfers = ChooseTransfers(RATES)
+    transfers = ChooseForms(RATES)
     cycles = ChooseCycles(transfers, moving_all(transfers)).of_candidates()
     program = with_communications()
     first, again = map(cycles.apply, (program, renamed(program)))
@@ -108,7 +108,7 @@ def test_candidates_decide_once_for_a_scan(
         return gains
 
     monkeypatch.setattr(ChooseCycles, "gains", decided)
-    transfers = ChooseTransfers(RATES)
+    transfers = ChooseForms(RATES)
     cycles = ChooseCycles(transfers, moving_all(transfers))
     program = with_communications()
     candidate = dataclasses.replace(program, remarks=(Search(),))

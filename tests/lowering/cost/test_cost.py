@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost._text import seconds_text
+from jhost.lowering.cost.clock import ends_of
 from jhost.lowering.cost.exposed import transfer_times
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
-from jhost.lowering.cost.simulate import ends_of, predict
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.cost.task import Task
 from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.index import LoopIndex, Rank

@@ -13,8 +13,8 @@ from jhost.lowering.ir.operation import Operation, has_contraction
 from jhost.lowering.layouts.activations import ACTIVATIONS, WEIGHTS, operands_of, stays
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
-from jhost.lowering.layouts.improve import axes_left_open, ways
 from jhost.lowering.layouts.solver import Solver
+from jhost.lowering.layouts.ways import axes_left_open, ways
 from tests.lowering.traced import built
 
 ROWS, WIDTH, DEVICES = 256, 32, 8
@@ -44,7 +44,7 @@ def solver() -> Solver:
 
 def moving(solving: Solver, made: Decisions) -> list[Operation]:
     """The contractions whose activation is wanted elsewhere over `dp`."""
-    activations = solving.operands[ACTIVATIONS]
+    activations = solving.assigner.operands[ACTIVATIONS]
     return [
         op
         for number, op in enumerate(solving.operations)
@@ -66,8 +66,8 @@ def by_features(solving: Solver) -> Decisions:
         dims = op.results[0] if op.results else ()
         last = dims[-1] if op.sizes[:1] == (ROWS,) and len(dims) > 1 else None
         feature = None if last is None else last.factor
-        if feature is None or solving.is_bound(op) or op.forwards:
-            made.decide(number, solving.cheapest(number, made))
+        if feature is None or solving.assigner.is_bound(op) or op.forwards:
+            made.decide(number, solving.assigner.cheapest(number, made))
         else:
             spread = [("dp",) if f == feature else () for f in range(len(op.sizes))]
             made.decide(number, tuple(spread))

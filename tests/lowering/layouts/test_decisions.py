@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_same_decisions_made_in_order(
     for _ in range(data.draw(st.integers(1, 8))):
         number = data.draw(st.integers(0, len(solving.operations) - 1))
         op = solving.operations[number]
-        candidates = list(solving.candidates(op, made.layouts))
+        candidates = list(solving.assigner.candidates(op, made.layouts))
         made.decide(number, data.draw(st.sampled_from(candidates)))
     given = {param.name: made.layouts[param.name] for param in solving.params}
     fresh = Decisions(solving.operations, solving.effects, solving.costs, given)

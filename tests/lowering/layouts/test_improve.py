@@ -15,9 +15,10 @@ import jhost
 from jhost.lowering.explain import explain_program
 from jhost.lowering.ir.layout import dims_of
 from jhost.lowering.ir.statements import Buffer, Dim
-from jhost.lowering.layouts.improve import improved, restarted
+from jhost.lowering.layouts.improve import improved
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.reshard import plan_reshard
+from jhost.lowering.layouts.restart import restarted
 from jhost.testing import mesh_of
 from tests.jhost.derived import programs, vjp
 from tests.lowering.layouts.test_decisions import solver

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.operation import Operation
-from jhost.lowering.layouts import solver
+from jhost.lowering.layouts import assigner, solver
 from jhost.lowering.layouts.flat_bodies import flattened
 from jhost.lowering.layouts.kinds import Kinds
 from jhost.lowering.layouts.propagate_layouts import solve_program
@@ -92,7 +92,7 @@ def test_layouts_are_those_of_operations_taken_apart(
 ) -> None:
     program = built(fun, *shapes, dp=2, tp=4)
     by_kind = solve_program(program)
-    monkeypatch.setattr(solver, "Kinds", EachApart)
+    monkeypatch.setattr(assigner, "Kinds", EachApart)
     apart = solve_program(program)
     assert by_kind.layouts == apart.layouts
     assert by_kind.assignments == apart.assignments
@@ -103,5 +103,5 @@ def test_operations_of_alike_layers_are_of_one_kind() -> None:
     program = built(trained, (8, 16), *[(16, 16)] * 4, dp=2, tp=4)
     whole = flattened(program)
     made = solver.Solver(whole, {}, {})
-    kinds = {made.kinds.of(op) for op in whole[0]}
+    kinds = {made.assigner.kinds.of(op) for op in whole[0]}
     assert 2 * len(kinds) < len(whole[0])

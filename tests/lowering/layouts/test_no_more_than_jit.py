@@ -83,6 +83,10 @@ def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.grad(lambda x: (fun(x) ** 2).sum())
 
 
+def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda x: fun(x.reshape(8, -1))
+
+
 @pytest.mark.parametrize(
     ("fun", "out"),
     [
@@ -106,12 +110,16 @@ def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (pulled(lambda x: jnp.concatenate([x[:1] * 2, x])[:-1]), P(("a", "b"))),
         (pulled(labelled), P(("a", "b"))),
         (pulled(chosen), P(("a", "b"))),
+        (pulled(lambda x: jnp.pad(x, ((3, 3), (0, 0)), "reflect")), P(("a", "b"))),
+        (a_row_each(lambda x: x[3::8]), P()),
+        (a_row_each(lambda x: x.at[jnp.int32(x[0, 0])].set(x[7])), P(("a", "b"))),
     ],
     ids=[
         "roll", "difference", "conv", "last", "slice", "sort", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
         "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
-        "labelled in a scan, pulled", "branches, pulled",
+        "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",
+        "far apart, a row a device", "one row written, a row a device",
     ],
 )  # fmt: skip
 def test_no_more_than_twice_is_moved_and_kept(

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.padding.in_blocks import BLOCKWISE
 from jhost.lowering.rules.dim_rule import shape_of
@@ -27,6 +28,7 @@ from jhost.lowering.rules.table import (
 )
 from tests.lowering.on_mesh import program_of, tp
 from tests.lowering.rules.test_rules import CASES
+from tests.lowering.traced import remarks
 
 _PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
 _X = np.ones((64, 3), np.float32)  # of 4 devices none has columns
@@ -90,6 +92,10 @@ _ROWS: dict[str, tuple[Callable[[Any], Any], ...]] = {
 """By the first word of each row: functions that it means, of rows over 4 devices."""
 
 
+_ONLY_EXPLAINED = "`jnp.roll`", "a `lax.scan`", "lookups"
+"""Rows with a first function that no `ReplicationWarning` names, only `explain`."""
+
+
 def test_each_row_has_its_functions() -> None:
     text = _PAGE.read_text().split("### What is gathered")[1].split("\n## ")[0]
     rows = [line[2:] for line in text.splitlines() if line.startswith("| ")][1:]
@@ -104,6 +110,10 @@ def test_what_is_said_to_be_gathered_is(row: str) -> None:
         found = [s.out for s in statements(program) if isinstance(s, Communicate)]
         # A column for each one that is read.
         assert max(math.prod(out.shape) for out in found) >= len(_X)
+        is_warned_of = fun not in [_ROWS[row][0] for row in _ONLY_EXPLAINED]
+        kind = ReplicationReport if is_warned_of else LayoutReport
+        assert remarks(program, kind)
+        assert is_warned_of or not remarks(program, ReplicationReport)
 
 
 _WHOLE: dict[str, str] = {

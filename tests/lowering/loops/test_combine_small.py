@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.cost import choose_transfers
+from jhost.lowering.cost import choose_forms
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.loops import combine_small
@@ -240,7 +240,7 @@ def test_between_processes_large_ones_are_put_in_order_beside_them() -> None:
     specs = P(None, "dp"), P(None, "dp"), P(None, None, "dp"), P(None, None, "dp")
     with (
         apart.in_processes(),
-        mock.patch.object(choose_transfers, "_LEAST", 129),
+        mock.patch.object(choose_forms, "_LEAST", 129),
         mock.patch.object(combine_small, "SMALL", 128),
     ):
         f = jhost.jit(

@@ -17,7 +17,7 @@ import jhost
 from jhost._jax import aval_of
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.program import Program
-from jhost.lowering.rules import attention_parts
+from jhost.lowering.rules import position_runs
 from jhost.lowering.rules.dim_rule import DimRule, part_shape, shape_of
 from jhost.lowering.rules.table import reason_of, rule_of
 from tests.jhost.derived import programs, vjp
@@ -121,7 +121,7 @@ def test_parts_of_a_mask_are_the_mask(
     check_rule: CheckRule,
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(attention_parts, "_MOST_BLOCKS", blocks)
+    monkeypatch.setattr(position_runs, "_MOST_BLOCKS", blocks)
     args = operands(False, None)
     settings = params(False, None, mask) | {"sliding_window_length": window}
     forward = CUDNN._dot_product_attention_fwd_p_wrapper.bind

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jhost.lowering.rules.attention_parts import AttentionBlocks, PositionRun
+from jhost.lowering.rules.attention_parts import AttentionBlocks
 from jhost.lowering.rules.dim_rule import AttentionWindow
+from jhost.lowering.rules.position_runs import PositionRun
 
 
 class Named(AttentionBlocks):

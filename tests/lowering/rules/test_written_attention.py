@@ -16,7 +16,7 @@ import jhost
 from jhost.lowering.cost.kernels import kernels
 from jhost.lowering.cost.rates import rates_to_start_from
 from jhost.lowering.ir.statements import Compute
-from jhost.lowering.rules import attention_parts
+from jhost.lowering.rules import position_runs
 from jhost.lowering.rules.dim_rule import DimRule
 from jhost.lowering.rules.table import rule_of
 from tests.lowering.on_mesh import program_of
@@ -64,7 +64,7 @@ def test_parts_of_attention_are_the_whole(
     name: str, blocks: int, check_rule: CheckRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is found, its tangents, and the gradients; in so many blocks at most."""
-    monkeypatch.setattr(attention_parts, "_MOST_BLOCKS", blocks)
+    monkeypatch.setattr(position_runs, "_MOST_BLOCKS", blocks)
     how, more = HOWS[name]
     bias = {name: x for name, x in more.items() if name == "bias"}
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -96,7 +96,7 @@ def test_any_lanes_and_any_window(
         weights, specs = [jnp.stack(weights)], (specs[0], P(None, "fsdp"))
     with (
         sums.moving("collective"),
-        mock.patch.object(ChooseTransfers, "way", staticmethod(lanes(ways))),
+        mock.patch.object(ChooseForms, "way", staticmethod(lanes(ways))),
         mock.patch.object(intervals, "_WINDOW", window),
         mock.patch.object(
             order, "_WINDOW", dict.fromkeys(get_args(TransferForm), of_sums)

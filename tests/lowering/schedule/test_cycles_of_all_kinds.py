@@ -17,12 +17,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+import jhost
 from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, Deallocate, Scan
 from jhost.lowering.layouts import carry_partial_sums
 from tests import random_scans, sums
+from tests.jhost import derived
 from tests.lowering.hand_built import integers
 from tests.lowering.on_mesh import on, program_of
 from tests.lowering.outside import exposed
@@ -98,11 +100,22 @@ def test_what_jax_derives(taken: Callable[..., Any]) -> None:
 def test_layers_by_every_policy_of_checkpoint(policy: str) -> None:
     body = jax.checkpoint(layer, policy=random_scans.POLICIES[policy])
     program = settled(jax.grad(lambda weights, x: loss(weights, x, body)))
-    if "offload" not in policy:
-        assert exposed(program) == FIRST
-        return
-    said = "\n".join(map(str, all_remarks(program)))
-    assert "stacks in the host's memory are the scan's own to write" in said
+    assert exposed(program) == FIRST
+
+
+@pytest.mark.parametrize("policy", ["nothing", "everything", "offload"])
+def test_two_programs(policy: str) -> None:
+    """As of `jax.grad` around a jhost function: each of the two begins with a gather.
+
+    What computes nothing again begins with products of what was saved.
+    """
+    body = jax.checkpoint(layer, policy=random_scans.POLICIES[policy])
+    hosted = jhost.jit(lambda weights, x: layers(weights, x, body), **HOW)
+    both = derived.backward(hosted, WEIGHTS, X)
+    for each in both:
+        assert any("an iteration hands on" in str(r) for r in all_remarks(each))
+    of_backward = {} if policy == "everything" else FIRST
+    assert [exposed(each) for each in both] == [FIRST, of_backward]
 
 
 @pytest.mark.parametrize("step", ["cond", "switch", "fori", "while", "scan"])
@@ -128,7 +141,9 @@ def test_carried_values_of_every_dtype() -> None:
         others = [jnp.ones((), dtype) for dtype in random_scans.CARRIED]
         return lax.scan(body, (x, others), weights)[0]
 
-    assert exposed(settled(carrying))["AllGather", (4, 8)] == 1
+    program = check(carrying, WEIGHTS, X, **HOW)
+    assert "an iteration hands on" in "".join(map(str, program.remarks))
+    assert exposed(program)["AllGather", (4, 8)] == 1
 
 
 def test_random_keys_are_carried_and_stacked() -> None:

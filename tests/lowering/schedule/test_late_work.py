@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.program import Program
@@ -229,7 +229,7 @@ def test_a_product_of_what_no_iteration_makes_is_late_without_operands() -> None
         reverse=False,
     )
     made = program(mesh, [p, start], [end, ys], scan)
-    transfers = ChooseTransfers()
+    transfers = ChooseForms()
     late = ChooseCycles(transfers, moving_all(transfers)).apply(made)
     assert notes(late)
     args = [np.arange(16, dtype=np.int32).reshape(4, 4) - n for n in (5, 8)]

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from jax import lax
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.program import Program
@@ -211,7 +211,7 @@ def test_moved_transfers_bring_the_same_and_none_more_often(
     host_ir: Program, way: TransferForm, work: bool, within: bool, little: bool
 ) -> None:
     verify(host_ir)
-    transfers = ChooseTransfers()
+    transfers = ChooseForms()
     with sums.moving(way, work, within, little):
         changed = ChooseCycles(transfers, moving_all(transfers)).apply(host_ir)
         ordered = transfers.apply(changed)

@@ -1,4 +1,8 @@
-"""Choose how transfers outside of loops are made, and which stand beside other work.
+"""Choose the form of transfers outside of loops: permutes, or collectives as written.
+
+This decides no order.  `schedule/order.py` says where a transfer of either form is
+issued and waited for, and `schedule/moved_work.py` which work moves beside it.  What
+these make is only compared here, by its time.
 
 Three kinds of transfers qualify: gathers of weights, whose shards are there long before
 they are read; sums of gradients, which nothing reads for long; and values that devices
@@ -74,14 +78,14 @@ Decided: TypeAlias = dict[
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChooseTransfers(EachProgram):
-    """Collectives with work before or behind them -> transfers beside that work.
+class ChooseForms(EachProgram):
+    """Transfers with work before or behind them -> in their form, beside that work.
 
     Within a process, `rates` decide if the function's `pipeline` is "auto"; "p2p" asks
     for all of them.
     """
 
-    name: ClassVar[str] = "choose_transfers"
+    name: ClassVar[str] = "choose_forms"
 
     rates: Rates | None = None
     pipeline: PipelineKind | Literal["auto"] = "auto"
@@ -110,7 +114,7 @@ class ChooseTransfers(EachProgram):
         """Whether XLA has options that hide collectives on such devices."""
         return self.rates is not None and self.rates.overlaps
 
-    def of_candidates(self) -> ChooseTransfers:
+    def of_candidates(self) -> ChooseForms:
         """The pass for candidates of pipelines, which decides once for a transfer.
 
         Pipelines have been measured against programs whose work keeps its order.
@@ -123,12 +127,12 @@ class ChooseTransfers(EachProgram):
         if self.moves_work:
             other, moved = with_work_moved(program, can_hide)
         if not moved:
-            return self.in_order(program, can_hide)
+            return self.with_forms(program, can_hide)
         said = (_said_moved(program, each) for each in moved)
         other = dataclasses.replace(other, remarks=(*other.remarks, *said))
-        ordered = self.in_order(other, can_hide)
+        ordered = self.with_forms(other, can_hide)
         if self.may_weigh(moved):
-            made = self.in_order(program, can_hide)
+            made = self.with_forms(program, can_hide)
             if not self.gains(made, ordered, _GAIN_OF_WORK):
                 return made
         return ordered
@@ -138,8 +142,8 @@ class ChooseTransfers(EachProgram):
         axes = {axis for each in moved for axis in each.beside.axes}
         return self.pipeline == "auto" and not axes <= self.between
 
-    def in_order(self, program: Program, can_hide: IsOpen) -> Program:
-        """`program` with its transfers moved beside its work as that stands."""
+    def with_forms(self, program: Program, can_hide: IsOpen) -> Program:
+        """`program` with a form for its transfers, beside its work as that stands."""
         way_of = functools.partial(self.way, mesh=dict(program.mesh.shape))
         every = beside_work(program, can_hide)
         ways: dict[str, TransferForm] = {}

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_schedule import ChooseSchedule
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
@@ -157,12 +157,12 @@ def test_candidates_decide_once_for_equal_transfers(
     candidate = dataclasses.replace(program, name="candidate")
     asked: list[Program] = []
 
-    def weighed(self: ChooseTransfers, program: Program, *_: object) -> bool:
+    def weighed(self: ChooseForms, program: Program, *_: object) -> bool:
         asked.append(program)
         return gains
 
-    monkeypatch.setattr(ChooseTransfers, "gains", weighed)
-    transfers = ChooseTransfers(rates_of("NVIDIA H200"), moves_work=False)
+    monkeypatch.setattr(ChooseForms, "gains", weighed)
+    transfers = ChooseForms(rates_of("NVIDIA H200"), moves_work=False)
     of_candidates = transfers.of_candidates()
     ordered = [of_candidates.apply(each) for each in (program, candidate)]
     assert len(asked) == 1
