@@ -453,6 +453,7 @@ def test_a_module_that_needs_more_devices_gets_a_hint(
     assert "JAX_NUM_CPU_DEVICES=" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
     """Also beside a smaller `--mesh`; in a fresh process, from the module's folder."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")

@@ -116,6 +116,7 @@ def test_without_a_command_the_commands_are_listed(
     assert "usage: jhost" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fresh_process_makes_its_own_devices(tmp_path: Path) -> None:
     """Four of the CPU, where nothing else is said and there is no accelerator."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")

@@ -71,6 +71,7 @@ def test_the_cpu_is_as_many_devices_as_asked(
     assert f"needs {count + 1} devices; there are {count}" in said
 
 
+@pytest.mark.slow
 def test_a_backend_that_runs_already_is_said(tmp_path: Path) -> None:
     said = run(tmp_path, f"import jax\njax.devices()\n{CONFTEST}", count=8)
     assert "cannot make virtual devices: JAX has started already" in said

@@ -120,6 +120,7 @@ def test_vmap(mapped: tuple[Any, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tangents_and_a_hessian() -> None:
     sizes = np.array([2, 0, 3], np.int32)
     given = integers(6, 2) / 3, integers(3, 2, 2, seed=1) / 3

@@ -190,9 +190,8 @@ def test_a_candidate_that_gives_something_else_is_left_out(
 
 
 @pytest.mark.usefixtures("uncombined")
-@pytest.mark.parametrize(
-    "make", [jnp.ones, pytest.param(jnp.zeros, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [jnp.ones, jnp.zeros])
 def test_gradients_in_bfloat16_of_any_operands_are_tuned(make: Any) -> None:
     """Residuals in float32 are no more exact than what they are made of."""
 

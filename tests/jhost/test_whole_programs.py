@@ -364,6 +364,7 @@ def test_transforms_of_programs_with_bodies() -> None:
         assert_close(transform(g), wanted, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tuning_goes_into_bodies() -> None:
     f = jhost.jit(model, mesh=MESH, in_shardings=SPECS)
     tuning = jhost.tune(f, X, UPS, DOWNS, rounds=1, progress=False)
