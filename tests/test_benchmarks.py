@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from jhost.lowering.explanation import Explanation
 from jhost.lowering.ir.remarks import StreamReport
+from tests import budget
 from tests.lowering.rules.reference_attention import as_with_cudnn
 
 ROOT = Path(__file__).parents[1]
@@ -164,7 +165,7 @@ PARTS = {"ag_up", "down_rs"}
 NAMES = [f"{kind}/8b/2048" for kind in cases.KINDS if kind not in PARTS]
 
 
-@pytest.mark.parametrize("name", [*NAMES, EXPERTS, *STAGES])
+@budget.first_is_quick("name", [*NAMES, EXPERTS, *STAGES])
 def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     """All arms that a CPU can run, in one instance: results equal the plain ones."""
     chosen = case(name)
@@ -187,7 +188,7 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "swiglu_mlp/8b/2048",
+        pytest.param("swiglu_mlp/8b/2048", marks=pytest.mark.slow),
         pytest.param(EXPERTS, marks=pytest.mark.slow),
         # Stages that do not wait differ in less.
         pytest.param(STAGES[-1], marks=pytest.mark.slow),
@@ -269,7 +270,7 @@ def test_every_arm_attends_to_keys_that_go_around(
         assert max(checked["errors"]) < 0.01, (arm, checked)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kernels_give_what_they_do_written_out(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

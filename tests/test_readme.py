@@ -19,6 +19,7 @@ import pytest
 import jhost
 from jhost import errors
 from jhost._call.once_a_line import warned_lines
+from tests import budget
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -90,14 +91,14 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
             assert capsys.readouterr().out == block.text + "\n"
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     "name",
     [
+        "quickstart.md",
         "attention.md",
         "explicit-meshes.md",
         "migration.md",
         "performance.md",
-        "quickstart.md",
         "recipes.md",
         "testing.md",
         "tuning.md",

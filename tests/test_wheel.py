@@ -73,6 +73,7 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> Non
     assert wheel.read("jhost/errors.md") == page
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_found_beside_a_clone(tmp_path: Path) -> None:
     """By a path: a finder comes after it, and the clone's folder is a package too."""
     clone = tmp_path / "jhost"
@@ -90,6 +91,7 @@ def test_an_editable_install_is_found_beside_a_clone(tmp_path: Path) -> None:
     assert ran.stdout.strip() == str(clone / "jhost" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_the_wheel_works_as_it_is_zipped(wheel: zipfile.ZipFile) -> None:
     """On the path, not installed; the user's lines are still told from its own."""
     script = """

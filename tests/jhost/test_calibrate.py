@@ -80,7 +80,7 @@ class Counted(Progress):
         pass
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SIZES", (1 << 20,))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 2, 1),))
@@ -99,6 +99,7 @@ def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not rates.permute.beside_compute, "devices of a CPU share its cores"
 
 
+@pytest.mark.slow
 def test_puts_are_measured_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SIZES", (1 << 20, 2 << 20))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 1, 1),))

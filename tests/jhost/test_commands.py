@@ -58,8 +58,9 @@ def test_the_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_doctor_speaks_json(
-    capsys: pytest.CaptureFixture[str], cache: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
+    monkeypatch.setattr(doctor, "_tried", lambda *_: "works")  # tried for the text
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
@@ -452,6 +453,7 @@ def test_a_module_that_needs_more_devices_gets_a_hint(
     assert "JAX_NUM_CPU_DEVICES=" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
     """Also beside a smaller `--mesh`; in a fresh process, from the module's folder."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
@@ -482,6 +484,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 SMALL = ["--devices", "2", "--rounds", "1", "--tokens", "8", "16"]
 
 
+@pytest.mark.slow
 def test_the_bench_compares_plain_jhost_and_the_limit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import jhost
 from jhost.__main__ import main
 from jhost._commands import demo as command
 from jhost._commands.block import MlpBlock
+from tests import budget
 
 TINY = ["--hidden", "16", "--ffn", "32", "--tokens", "64", "--repeats", "2"]
 
@@ -39,7 +40,7 @@ def test_the_demo_prints_the_program_the_explanation_and_the_times(
     assert re.search(r"^  plain +\d+\.\d+ +\d+\.\d+\n  jhost +\d+\.\d+ ", out, re.M)
 
 
-@pytest.mark.parametrize("dtype", command.DTYPES)
+@budget.first_is_quick("dtype", command.DTYPES)
 def test_the_figures_are_written_as_json(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "figures.json"
     assert demo("--devices", "2", "--dtype", dtype, "--json", str(path)) == 0
@@ -115,6 +116,7 @@ def test_without_a_command_the_commands_are_listed(
     assert "usage: jhost" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fresh_process_makes_its_own_devices(tmp_path: Path) -> None:
     """Four of the CPU, where nothing else is said and there is no accelerator."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors
+from tests import budget
 from tests.jhost import plain_attention
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -106,7 +107,7 @@ def test_it_gives_what_jax_s_gives(name: str) -> None:
     assert_close(given, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal window", "bias", "segments", "no keys"])
+@budget.first_is_quick("name", ["causal window", "bias", "segments", "no keys"])
 def test_in_float64_it_is_attention_to_the_last_digits(name: str) -> None:
     """JAX's takes its softmax in float32 there as well."""
     with jax.enable_x64(True):
@@ -165,7 +166,7 @@ def test_a_query_that_sees_no_key_finds_0() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["bias", "lengths", "segments"])
+@budget.first_is_quick("name", ["bias", "lengths", "segments"])
 def test_batched_and_its_derivatives(name: str) -> None:
     args, how = operands(), HOWS[name]
     stacked = jnp.stack([args[0], args[0] / 2], axis=1), args[1], args[2], args[3]
@@ -187,7 +188,7 @@ def test_a_batch_of_biases_that_operands_do_not_have() -> None:
         return jax.grad(lambda bias: jnp.sum(attend(*args, bias) ** 2))(bias)
 
     given, wanted = (
-        jax.vmap(gradient, in_axes=(0, None))(bias, attend)
+        jax.jit(jax.vmap(lambda bias, attend=attend: gradient(bias, attend)))(bias)
         for attend in (jhost.dot_product_attention, plain_attention.attention)
     )
     assert_close(given, wanted, 1e-5)
@@ -248,13 +249,15 @@ def test_a_part_of_its_tangents_may_be_known() -> None:
         return jax.jvp(attend, (query, key, value), tangents)[1]
 
     given, wanted = (
-        jax.vjp(lambda t, a=attend: moved(t, a), query)[1](cotangent)
+        jax.jit(lambda g, a=attend: jax.vjp(lambda t: moved(t, a), query)[1](g))(
+            cotangent
+        )
         for attend in (jhost.dot_product_attention, plain_attention.attention)
     )
     assert_close(given, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@budget.first_is_quick("check_vma", [True, False])
 def test_in_a_shard_map(check_vma: bool, make_mesh: MakeMesh) -> None:
     """Keys are the same on all devices, so their gradients are summed."""
     query, key, value, cotangent = operands()

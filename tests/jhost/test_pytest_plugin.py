@@ -56,7 +56,7 @@ def run(
 @pytest.mark.parametrize(
     ("ini", "flags", "count"),
     [
-        ("", "", 8),
+        pytest.param("", "", 8, marks=pytest.mark.slow),
         ("jhost_devices = 3\n", "", 3),
         pytest.param(
             "", "--xla_force_host_platform_device_count=2", 2, marks=pytest.mark.slow
@@ -71,11 +71,13 @@ def test_the_cpu_is_as_many_devices_as_asked(
     assert f"needs {count + 1} devices; there are {count}" in said
 
 
+@pytest.mark.slow
 def test_a_backend_that_runs_already_is_said(tmp_path: Path) -> None:
     said = run(tmp_path, f"import jax\njax.devices()\n{CONFTEST}", count=8)
     assert "cannot make virtual devices: JAX has started already" in said
 
 
+@pytest.mark.slow
 def test_a_count_that_is_none_is_said(tmp_path: Path) -> None:
     said = run(tmp_path, CONFTEST, "jhost_devices = many\n", count=8)
     assert "jhost_devices = many is no number of devices" in said

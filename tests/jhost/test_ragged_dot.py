@@ -20,6 +20,7 @@ from jhost._ragged.forms import Form, product
 from jhost._ragged.kernels import multiply
 from jhost._ragged.operands import can_multiply
 from jhost._ragged.order import inverse_of, permuted
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 
 HOW: dict[str, Any] = {"precision": "default", "preferred_element_type": None}
@@ -72,7 +73,7 @@ def groups(draw: st.DrawFn, most: int) -> tuple[int, int, int, np.ndarray]:
 
 
 @given(groups(most=9))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 def test_any_groups(drawn: tuple[int, int, int, np.ndarray]) -> None:
     """Sizes may be of more rows than there are, or of none."""
     m, k, n, sizes = drawn
@@ -96,7 +97,7 @@ def test_any_groups(drawn: tuple[int, int, int, np.ndarray]) -> None:
     chex.assert_trees_all_close(gradients, of_dense, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     "mapped", [(0, 0, 0), (0, None, 0), (None, 1, None), (1, 0, None)]
 )
 def test_vmap(mapped: tuple[Any, ...]) -> None:
@@ -119,6 +120,7 @@ def test_vmap(mapped: tuple[Any, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tangents_and_a_hessian() -> None:
     sizes = np.array([2, 0, 3], np.int32)
     given = integers(6, 2) / 3, integers(3, 2, 2, seed=1) / 3
@@ -175,7 +177,7 @@ def test_precision_is_that_of_the_caller() -> None:
     assert precision(precision=["high", "highest"]) == ("high", "highest")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@budget.first_is_quick("check_vma", [True, False])
 def test_in_a_shard_map(check_vma: bool) -> None:
     """The gradient of matrices that all devices have is summed where JAX knows it."""
     sizes = np.array([1, 0, 2], np.int32)
@@ -212,7 +214,7 @@ def test_refusals_name_every_offender() -> None:
 
 
 @given(st.integers(0, 7), st.integers(0, 3), st.randoms(use_true_random=False))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=budget.examples(8), deadline=None)
 def test_rows_in_any_order(count: int, features: int, random: Any) -> None:
     """As JAX's lookup, whose transpose adds: in every mode, and mapped."""
     places = [random.sample(range(count), count) for _ in range(2)]
@@ -256,7 +258,7 @@ def operands(form: Form, m: int, k: int, n: int, g: int, dtype: Any) -> list[jax
 
 
 @given(groups(most=300), st.sampled_from(get_args(Form)), *[st.booleans()] * 2)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=budget.examples(12), deadline=None)
 def test_kernels_give_what_jax_does(
     drawn: tuple[int, int, int, np.ndarray], form: Form, wide: bool, x64: bool
 ) -> None:

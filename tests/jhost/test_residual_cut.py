@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost._jax import Residual, Split, evaluate
 from jhost.lowering.schedule.recompute.programs import hand_over_least
+from tests import budget
 from tests.jhost.derived import backward, programs
 from tests.lowering.on_mesh import on
 from tests.lowering.traced import array
@@ -289,7 +290,7 @@ def scanning(drawn: dict[str, Any]) -> Callable[..., Array]:
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=budget.examples(12))
 @hypothesis.given(scans())
 def test_gradients_through_scans_of_any_formula(drawn: dict[str, Any]) -> None:
     f = scanning(drawn)
@@ -320,7 +321,16 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=list(DERIVATIVES))
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        # The gradient of a gradient takes both programs apart, as all others do.
+        pytest.param(
+            make, id=name, marks=[] if name == "grad of grad" else pytest.mark.slow
+        )
+        for name, make in DERIVATIVES.items()
+    ],
+)
 def test_derivatives_of_what_a_scan_stacks(derivative: Callable[[Any], Any]) -> None:
     weights = [0.1 * array(*shape, seed=n) for n, shape in enumerate(STACKED, 1)]
     hosted = jhost.jit(layers, **on({"tp": 4}, (ROWS, *STACKS), ROWS, pipeline="p2p"))

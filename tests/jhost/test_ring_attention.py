@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from tests import budget
 from tests.jhost import plain_attention
 from tests.lowering.on_mesh import on
 from tests.lowering.rules.reference_attention import as_with_cudnn
@@ -94,8 +95,8 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("pipeline", "devices", "chunks", "mask"),
     [
-        ("p2p", 4, "auto", "all"),
-        ("p2p", 4, "auto", "window"),
+        pytest.param("p2p", 4, "auto", "all", marks=pytest.mark.slow),
+        pytest.param("p2p", 4, "auto", "window", marks=pytest.mark.slow),
         ("p2p", 2, 4, "causal"),  # in pieces
         ("collective", 2, 2, "window"),
     ],
@@ -113,7 +114,9 @@ def test_keys_go_around_in_one_loop_each_way(
     assert kinds == ({"CollectivePermute"} if pipeline == "p2p" else collectives)
 
 
-@pytest.mark.parametrize("mask", ["all", "causal"])
+@pytest.mark.parametrize(
+    "mask", [pytest.param("all", marks=pytest.mark.slow), "causal"]
+)
 def test_lengths_are_those_of_the_whole(mask: str) -> None:
     """Of no keys, some, and all; no kernel is given a length of 0."""
     lengths = {
@@ -169,6 +172,7 @@ def test_interpreted_statement_by_statement() -> None:
     assert_as_plain(by_statements(ring(plain, {"sp": 2})), plain, *args)
 
 
+@pytest.mark.slow
 def test_heads_over_one_axis_and_keys_around_another() -> None:
     plain, args = attention(is_causal=True), operands(16)
     spec = P(None, "sp", "tp")
@@ -178,7 +182,13 @@ def test_heads_over_one_axis_and_keys_around_another() -> None:
     assert {(row.kind, row.axes) for row in rows} == {("CollectivePermute", ("sp",))}
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpoint"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(False, id="kept"),
+        pytest.param(True, marks=pytest.mark.slow, id="checkpoint"),
+    ],
+)
 def test_in_a_scan_over_layers(again: bool) -> None:
     attend = attention(is_causal=True)
 
@@ -250,15 +260,13 @@ def test_keys_are_not_kept_whole_for_the_backward() -> None:
         y, pull = jax.vjp(plain, *args[:-1])
         return y, pull(args[-1])
 
-    f = ring(step)
-    chex.assert_trees_all_close(f(*args), jax.jit(step)(*args), atol=5e-2)
-    text = str(f.lower(*args).host_ir)
+    text = str(ring(step).lower(*args).host_ir)
     assert text.count("shift=3 - i") == 4  # keys and values, for either way
     whole = f"bf16[{BATCH}, 16~s0, {SHARED}, {SIZE}]"
     assert whole not in text
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     ("tokens", "said"),
     [
         (16, "in zigzag order, so each device has 1/4 of the work"),
@@ -286,12 +294,18 @@ def test_parts_of_keys_may_end_where_those_of_queries_do_not() -> None:
     chex.assert_trees_all_close(f(*args[:3]), jax.jit(plain)(*args[:3]), atol=2e-2)
 
 
-@pytest.mark.parametrize(("window", "steps"), [(1, 1), (9, 1), (10, 2), (64, 3)])
-def test_a_window_reaches_the_nearest_devices_alone(window: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "steps", "computed"),
+    [(1, 1, False), (9, 1, True), (10, 2, True), (64, 3, False)],
+)
+def test_a_window_reaches_the_nearest_devices_alone(
+    window: int, steps: int, computed: bool
+) -> None:
     """Each device has 8 keys, of which those before a query's own count the window."""
     plain = attention(is_causal=True, local_window_size=(window - 1, 0))
     f, args = ring(plain), operands(32)
-    chex.assert_trees_all_close(f(*args[:3]), jax.jit(plain)(*args[:3]), atol=2e-2)
+    if computed:
+        chex.assert_trees_all_close(f(*args[:3]), jax.jit(plain)(*args[:3]), atol=2e-2)
     keys = jhost.explain(f, *args[:3]).communications[0]
     assert (keys.kind, keys.value) == ("CollectivePermute", "k")
     assert keys.bytes == steps * args[1].nbytes // 4

@@ -154,7 +154,7 @@ def test_keys_go_around_where_nobody_marked_them() -> None:
         f = jhost.jit(unmarked, **on(SP4, (ROWS, ROWS, ROWS), ROWS))
         assert jhost.explain(f, *args).loops == 1
         found = f(*args)
-    wanted = plain(is_causal=True)(*args, {})
+    wanted = jax.jit(plain(is_causal=True))(*args, {})
     chex.assert_trees_all_close(found, wanted, atol=1e-12, rtol=0)
 
 
@@ -182,24 +182,13 @@ def test_no_device_has_the_scores_of_all_keys() -> None:
 
     for program in programs(step, *args, more):
         assert not re.search(rf"[\[ ]{tokens}[@~,\]]", str(program))
-    texts = [p.compile().as_text() for p in _lowered(f, args, more)]
-    for text in texts:
-        shapes = set(re.findall(r"\b\w+\[([\d,]+)\]", text))
-        sizes = {tuple(map(int, shape.split(","))) for shape in shapes}
-        assert not [shape for shape in sizes if tokens in shape]
-        part = tokens // 4
-        most = max(map(math.prod, sizes))
-        assert most == BATCH * HEADS * part * part  # the scores of a chunk
-
-
-def _lowered(f: Any, args: Any, more: Any) -> list[Any]:
-    q, k, v, cotangent = args
-
-    def backward(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
-        return jax.vjp(lambda *args: f(*args, more), q, k, v)[1](cotangent)
-
-    placed = [f.lower(q, k, v, more), jax.jit(backward).lower(q, k, v, cotangent)]
-    return placed
+    text = jax.jit(step).lower(*args, more).compile().as_text()
+    shapes = set(re.findall(r"\b\w+\[([\d,]+)\]", text))
+    sizes = {tuple(map(int, shape.split(","))) for shape in shapes}
+    assert not [shape for shape in sizes if tokens in shape]
+    part = tokens // 4
+    most = max(map(math.prod, sizes))
+    assert most == BATCH * HEADS * part * part  # the scores of a chunk
 
 
 def test_heads_over_one_axis_and_keys_around_another() -> None:
@@ -210,15 +199,19 @@ def test_heads_over_one_axis_and_keys_around_another() -> None:
     assert {(row.kind, row.axes) for row in rows} == {("CollectivePermute", ("sp",))}
 
 
-def test_many_keys_and_few_queries_that_every_device_has() -> None:
+@pytest.mark.parametrize(
+    "pipeline", [pytest.param("off", marks=pytest.mark.slow), "collective"]
+)
+def test_many_keys_and_few_queries_that_every_device_has(pipeline: Any) -> None:
     how, args = {"local_window_size": (9, 30)}, operands(3, 16)
-    for pipeline in ("off", "collective"):
-        ins = P(), ROWS, ROWS, P()
-        f = ring(how, ins=ins, out=P(), pipeline=pipeline)
-        assert_as_plain(f, how, {}, *args)
+    f = ring(how, ins=(P(), ROWS, ROWS, P()), out=P(), pipeline=pipeline)
+    assert_as_plain(f, how, {}, *args)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(6, 4), (4, 6), (5, 5)])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(5, 5), (4, 6), pytest.param(6, 4, marks=pytest.mark.slow)],
+)
 def test_sequences_of_other_lengths(queries: int, keys: int) -> None:
     """Of which the last is padded where two devices do not divide it."""
     how, args = {"is_causal": True}, operands(queries, keys)
@@ -259,7 +252,13 @@ def test_a_window_reaches_the_nearest_devices_alone(
     assert keys.bytes == steps * args[1].nbytes // 8
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpoint"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="kept"),
+        pytest.param(True, id="checkpoint"),
+    ],
+)
 def test_in_a_scan_over_layers(again: bool) -> None:
     def layers(attend: Any) -> Any:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -301,7 +300,7 @@ def test_rows_of_whole_sequences_go_through_a_block_in_one_loop() -> None:
         block(jhost.dot_product_attention), **on({"tp": 4}, specs, P("tp"), **options)
     )
     found, wanted = (
-        vjp(g)(np.ones(x.shape), x, into, out)
+        jax.jit(vjp(g))(np.ones(x.shape), x, into, out)
         for g in (f, block(plain_attention.attention))
     )
     chex.assert_trees_all_close(found, wanted, rtol=1e-10)

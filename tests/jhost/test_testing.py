@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jhost
 from jhost import errors, testing
 from jhost._testing.values import Case
+from tests import budget
 from tests.jhost.blocks import ARGS, SPECS, relu_block, rows, square_loss
 from tests.lowering.on_mesh import on, tp
 
@@ -70,7 +71,7 @@ def test_a_pipeline_that_cannot_be_is_left_out_unless_it_was_named() -> None:
         testing.assert_equals_plain(f, ARGS[0], pipelines=["p2p"])
 
 
-@pytest.mark.parametrize("what", ["value", "gradients"])
+@budget.first_is_quick("what", ["value", "gradients"])
 def test_what_differs_is_named_with_its_case(what: str) -> None:
     with pytest.raises(AssertionError) as raised:
         testing.assert_equals_plain(wrong_in(what), *ARGS, pipelines=["p2p"])
@@ -195,7 +196,7 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("where", IDLE)
+@budget.first_is_quick("where", IDLE)
 def test_a_loop_in_which_nothing_moves_is_made_and_hides_nothing(where: str) -> None:
     fun, settings = IDLE[where]
     f = jhost.jit(fun, chunks=2, **settings)

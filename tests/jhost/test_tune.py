@@ -34,6 +34,7 @@ from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
+from tests import budget
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward
 from tests.lowering.hand_built import mesh_of
@@ -189,9 +190,8 @@ def test_a_candidate_that_gives_something_else_is_left_out(
 
 
 @pytest.mark.usefixtures("uncombined")
-@pytest.mark.parametrize(
-    "make", [jnp.ones, pytest.param(jnp.zeros, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [jnp.ones, jnp.zeros])
 def test_gradients_in_bfloat16_of_any_operands_are_tuned(make: Any) -> None:
     """Residuals in float32 are no more exact than what they are made of."""
 
@@ -285,7 +285,7 @@ GOES_WRONG: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     ("fun", "rounds", "gradients", "wrong"),
     [
         (relu_block, 1, (0,), "none is hopeless"),  # fewer rounds than candidates
@@ -677,6 +677,7 @@ for _ in range(200):
 """
 
 
+@pytest.mark.slow
 def test_many_processes_may_use_it_at_once(cache: Path, tmp_path: Path) -> None:
     """Both write and read two hundred times; neither ever sees half a file."""
     given = tmp_path / "given.json"

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost import errors, testing
+from tests import budget
 
 MakeMesh: TypeAlias = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -141,7 +142,7 @@ def scanned(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return jax.lax.scan(layer, x, length=2)[0]
 
 
-@pytest.mark.parametrize("fun", [step, scanned])
+@budget.first_is_quick("fun", [step, scanned])
 def test_wishes_hold_in_bodies_and_in_derivatives(
     settings: dict[str, Any], fun: Any
 ) -> None:

@@ -18,10 +18,11 @@ from jhost._call.source import Source
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, walk
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import check
 
-every_size = pytest.mark.parametrize("devices", [4, 2, 8])
+every_size = budget.first_is_quick("devices", [4, 2, 8])
 """For a mechanism that depends on how many devices there are, as doubling does.
 
 What 4 do first, is compiled for them.

@@ -77,6 +77,7 @@ def test_initialize_warns_once_in_a_job(
     distributed.initialize(local_device_ids=[0, 1])
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_a_job_with_a_process_for_each_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -27,6 +27,7 @@ from jhost.lowering.layouts.activations import ACTIVATIONS, WEIGHTS
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.testing import mesh_of
+from tests import budget
 from tests.lowering.traced import built
 
 LAYERS, WIDTH, HIDDEN = 4, 4096, 14336
@@ -90,7 +91,7 @@ QUICKER = [(2, 8192, HIDDEN), (4, 8192, 8192)]
 """Devices, rows and features with which activations are quicker left where they are."""
 
 
-@pytest.mark.parametrize(("devices", "rows", "hidden"), QUICKER)
+@budget.first_is_quick(("devices", "rows", "hidden"), QUICKER)
 def test_unconstrained_layers_are_no_slower_than_constrained_ones(
     devices: int, rows: int, hidden: int
 ) -> None:
@@ -189,7 +190,7 @@ def integers(*shape: int) -> np.ndarray:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.settings(max_examples=budget.examples(5), deadline=None)
 def test_activations_that_stay_give_the_same_numbers(data: Any) -> None:
     draw = data.draw
     devices = draw(st.sampled_from([2, 4]))

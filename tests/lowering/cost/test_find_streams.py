@@ -36,7 +36,7 @@ from jhost.lowering.ir.statements import Communicate, Compute, Scan, UnitEqn, wa
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.runtime.devices import devices_of
 from jhost.testing import mesh_of
-from tests import finding
+from tests import budget, finding
 from tests.lowering.rules.reference_attention import as_with_cudnn
 from tests.lowering.traced import built
 
@@ -199,7 +199,7 @@ def layers(x: jax.Array, weights: Any) -> jax.Array:
     return lax.scan(jax.checkpoint(layer), x, weights)[0]
 
 
-@pytest.mark.parametrize("rows", [P(), P("tp"), P(None, "tp")])
+@budget.first_is_quick("rows", [P(), P("tp"), P(None, "tp")])
 def test_found_loops_give_what_the_plain_function_gives(rows: P) -> None:
     def loss(x: jax.Array, weights: Any) -> jax.Array:
         return jnp.sum(layers(x, weights))
@@ -257,7 +257,7 @@ def test_gradients_are_as_good_as_marked_and_no_slower_than_plain(
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=budget.examples(6), deadline=None)
 def test_no_found_program_is_predicted_slower_than_the_one_without(data: Any) -> None:
     """The whole program: layers that differ, in a scan or not, and their gradients."""
     draw = data.draw

@@ -101,7 +101,9 @@ def following(strict: bool = True) -> tuple[FollowingPass, ...]:
     return (*every.layouts, *every.loops)
 
 
-@pytest.mark.parametrize("function", [written, scanned])
+@pytest.mark.parametrize(
+    "function", [pytest.param(written, marks=pytest.mark.slow), scanned]
+)
 def test_a_candidate_is_the_same_program_whatever_was_weighed_before(
     function: Callable[..., jax.Array],
 ) -> None:

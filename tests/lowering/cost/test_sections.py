@@ -26,6 +26,7 @@ from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import StreamDefaults, Tuned, marks_alike
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.pipeline import passes, run_passes
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array, built, check, loops, remarks
 
@@ -116,7 +117,7 @@ def test_a_layer_hands_on_what_is_kept_of_it() -> None:
         assert apart.compute < predict(lowered, rates).compute
 
 
-@pytest.mark.parametrize(("layers", "off"), [(written_out, 1e-9), (gradients, 0.03)])
+@budget.first_is_quick(("layers", "off"), [(written_out, 1e-9), (gradients, 0.03)])
 def test_a_layer_takes_what_one_more_adds_to_a_program(
     layers: Callable[[int], Callable[..., Any]], off: float
 ) -> None:

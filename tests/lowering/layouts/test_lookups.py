@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, walk
+from tests import budget
 from tests.lowering.on_mesh import communications, exact, on, program_of
 from tests.lowering.traced import interpreted
 
@@ -338,7 +339,7 @@ def test_a_lookup_is_made_in_chunks_of_tokens() -> None:
     assert communications(program) == ["ReduceScatter tp 1 sum"]
 
 
-@pytest.mark.parametrize("pipeline", ["collective", "p2p"])
+@budget.first_is_quick("pipeline", ["collective", "p2p"])
 def test_no_loop_cuts_rows_or_what_is_added_to_them(pipeline: Any) -> None:
     def f(table: Any, tokens: Any, w: Any) -> Any:
         def loss(table: Any) -> Any:

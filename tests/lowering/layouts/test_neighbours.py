@@ -22,6 +22,7 @@ import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute
+from tests import budget
 from tests.lowering.hand_built import integers, mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of, tp
 from tests.lowering.traced import interpreted
@@ -359,7 +360,7 @@ def _cases(draw: st.DrawFn) -> Case:
     return Case(mesh, axes, draw(st.sampled_from([8, 16, 40])), tuple(steps))
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
 @given(_cases())
 def test_chains_of_windows_are_exact(case: Case) -> None:
     x = integers(case.rows, 2)

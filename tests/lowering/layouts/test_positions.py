@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.statements import Communicate
+from tests import budget
 from tests.lowering.hand_built import integers, mesh_of
 from tests.lowering.on_mesh import communications, exact, on, tp
 from tests.lowering.traced import interpreted, plain
@@ -261,7 +262,7 @@ def _cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
 @given(_cases())
 def test_writes_and_reads_at_random_positions_are_exact(case: Case) -> None:
     args = case.arguments()

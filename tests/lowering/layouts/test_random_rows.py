@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.statements import Compute, walk
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import program_of
 from tests.lowering.traced import interpreted
@@ -158,7 +159,7 @@ def _is_cut(case: Case) -> Counter[str]:
     return found
 
 
-@settings(max_examples=8, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(8), deadline=None)  # each is compiled
 @given(cases())
 def test_sharded_tables_are_looked_up_and_updated_exactly(case: Case) -> None:
     for kind, count in _is_cut(case).items():

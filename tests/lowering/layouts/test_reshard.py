@@ -20,6 +20,7 @@ from jhost.lowering.ir.layout import (
 )
 from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
 from jhost.lowering.rules.reducers import Reducer
+from tests import budget
 from tests.lowering.traced import reshard_bytes
 
 
@@ -304,7 +305,7 @@ def steps_along(
 
 
 @given(reshards())
-@settings(max_examples=30)
+@settings(max_examples=budget.examples(30))
 def test_what_a_plan_costs_is_the_sum_of_its_steps(
     case: tuple[Layout, Layout, Partial, Mesh],
 ) -> None:

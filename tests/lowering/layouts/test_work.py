@@ -17,6 +17,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, TransferBytes
+from tests import budget
 from tests.lowering.on_mesh import on, program_of
 
 _SIZES = st.sampled_from([2048, 4096, 8192, 14336])
@@ -58,7 +59,7 @@ def repeated(program: Program) -> list[Compute]:
 
 
 @given(st.sampled_from([2, 4]), _SIZES, _SIZES, _SIZES, st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=budget.examples(12), deadline=None)
 def test_no_matmul_of_a_scan_is_repeated(
     devices: int, rows: int, width: int, hidden: int, backward: bool
 ) -> None:

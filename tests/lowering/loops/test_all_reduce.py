@@ -17,6 +17,7 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For
+from tests import budget
 from tests.lowering.on_mesh import exact, on, on_streams, program_of, tp
 from tests.lowering.traced import array, interpreted, loops, work
 
@@ -199,7 +200,7 @@ def settings_of(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-@settings(max_examples=6)  # each is compiled twice
+@settings(max_examples=budget.examples(6))  # each is compiled twice
 @given(settings_of())
 def test_any_sizes_and_neighbours(drawn: dict[str, int]) -> None:
     before, after, again = (drawn["around"] >> bit & 1 for bit in range(3))

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 
 
@@ -51,7 +52,7 @@ def test_matmuls_grow_with_the_chunks_alone(
     assert 2 * chunks <= matmuls(run, shape) <= 2 * max(32, 2 * chunks)
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     ("devices", "chunks", "keys", "window"),
     [(4, 2, 5, None), (2, 4, 16, None), (4, 3, 8, (9, 3))],
 )

@@ -21,7 +21,7 @@ from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.loops import combine_small
 from jhost.testing import mesh_of
-from tests import apart
+from tests import apart, budget
 
 TP: Mapping[str, int] = {"tp": 2}
 
@@ -197,7 +197,7 @@ def test_in_the_body_of_a_scan_and_behind_a_derivative() -> None:
     check(jax.grad(loss, 1), args, ins)
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
 @given(st.data())
 def test_any_of_them_together_are_what_they_are_alone(data: Any) -> None:
     """Kinds, dims and dependencies at random, exact on whole numbers."""

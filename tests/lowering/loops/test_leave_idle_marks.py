@@ -18,6 +18,7 @@ from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.pipeline import passes, run_passes
 from jhost.testing import mesh_of
+from tests import budget
 from tests.lowering.traced import built, remarks
 
 Mark: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -79,7 +80,7 @@ def on_h200s(mark: Mark, axes: dict[str, int]) -> Any:
     return run_passes(built(fun, *types(2048), **axes), sequence.all)
 
 
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES.keys())
+@budget.first_is_quick("axes", MESHES.values(), ids=MESHES.keys())
 def test_marks_without_loops_leave_no_trace(axes: dict[str, int]) -> None:
     """Cheap values wait for loops, and weights came late where they had none."""
     plain = str(on_h200s(unmarked, axes))

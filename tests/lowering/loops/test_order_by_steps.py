@@ -18,7 +18,7 @@ from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, Select, walk
-from tests import sums
+from tests import budget, sums
 from tests.lowering.on_mesh import each_size, exact, on
 from tests.lowering.traced import array
 
@@ -100,7 +100,7 @@ def test_what_one_loop_makes_for_another(golden: Golden) -> None:
     golden(str(program))
 
 
-@pytest.mark.parametrize("chunks", ["auto", 8])
+@budget.first_is_quick("chunks", ["auto", 8])
 @each_size
 def test_what_a_scan_stacks_and_another_slices(devices: int, chunks: Any) -> None:
     chunks = chunks if chunks == "auto" else 2 * devices
@@ -194,7 +194,7 @@ def test_a_sum_that_all_devices_hold_is_the_same_on_each(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("whole_sums")
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=budget.examples(5), deadline=None)
 @given(st.data())
 def test_any_block(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from([2, 4]))
@@ -266,7 +266,7 @@ def test_what_a_whole_is_read_by(
     st.sampled_from([P(), P("tp")]),
     st.sampled_from([P("tp"), P()]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 def test_iterations_of_a_scan_have_their_order(
     devices: int, reverse: bool, row: tuple[int, ...], ins: P, outs: P
 ) -> None:

@@ -23,6 +23,7 @@ from jhost.errors import ChunksError, JhostError, PipelineError
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.statements import Communicate, Select
+from tests import budget
 from tests.jhost.derived import backward, vjp
 from tests.lowering.on_mesh import (
     calls,
@@ -133,7 +134,7 @@ def test_groups_that_the_devices_do_not_divide(groups: int) -> None:
     assert communications(program)[:2] == [f"{PERMUTE} tp"] * 2
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float16])
+@budget.first_is_quick("dtype", [jnp.int32, jnp.bfloat16, jnp.float16])
 def test_other_types(dtype: Any) -> None:
     args = tokens(8, dtype=dtype)
     exact(experts, *map(np.sign, args), **tp(4, *SPECS))
@@ -222,7 +223,7 @@ def test_what_came_back_is_gathered_piece_by_piece(chunks: int) -> None:
     assert set(communications(program)) == {f"{PERMUTE} tp"}
 
 
-@pytest.mark.parametrize("chunks", [4, 8])
+@budget.first_is_quick("chunks", [4, 8])
 def test_sums_go_on_to_experts(chunks: int) -> None:
     """Reduced and scattered over the groups, and then exchanged."""
 
@@ -297,7 +298,7 @@ def test_gradients_of_bfloat16_weights_add_in_float32(devices: int) -> None:
     np.testing.assert_array_equal(given, np.full_like(given, wanted))
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "vmap", "scan", "twice"])
+@budget.first_is_quick("how", ["checkpoint", "vmap", "scan", "twice"])
 def test_transforms(how: str) -> None:
     x, up, down = tokens(4, of=4)
     jitted = jhost.jit(experts, **tp(4, *SPECS, compiler_options=None))
@@ -351,7 +352,7 @@ def drawn_exchanges(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=6)  # each is compiled twice
+@settings(max_examples=budget.examples(6))  # each is compiled twice
 @given(drawn_exchanges())
 def test_any_shapes(drawn: dict[str, Any]) -> None:
     rank, (here, there) = len(drawn["shape"]), drawn["dims"]

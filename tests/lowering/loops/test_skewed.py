@@ -22,6 +22,7 @@ from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Allocate, Communicate, Compute, walk
+from tests import budget
 from tests.lowering.on_mesh import exact, on, program_of
 from tests.lowering.traced import array, loops
 from tests.random_programs import REFUSALS
@@ -324,7 +325,7 @@ def products(draw: st.DrawFn) -> tuple[Function, tuple[jax.Array, ...], dict[str
     return fun, given, on(axes, (draw(ways), draw(ways)), draw(ways))
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
 @given(products())
 def test_random_products(case: tuple[Function, tuple[jax.Array, ...], Any]) -> None:
     fun, args, settings = case

@@ -20,7 +20,7 @@ from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from jhost.lowering.loops import combine_small
-from tests import sums
+from tests import budget, sums
 from tests.jhost.derived import backward
 from tests.lowering.on_mesh import communications, every_size, exact, on, program_of, tp
 from tests.lowering.traced import array
@@ -256,7 +256,7 @@ def test_a_sum_over_another_axis_waits_with_its_contraction() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 @given(st.data())
 def test_any_blocks(data: st.DataObject) -> None:
     """Around a jhost function, and inside of one, in a scan, and computed again."""

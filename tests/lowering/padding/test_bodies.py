@@ -17,6 +17,7 @@ import jhost
 from jhost.lowering.ir.bodies import programs, statements
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate
+from tests import budget
 from tests.lowering.hand_built import integers
 from tests.lowering.on_mesh import exact, tp
 from tests.lowering.traced import notes
@@ -93,7 +94,7 @@ def test_no_device_receives_more_than_edges(name: str) -> None:
     assert notes(program) or any(each.remarks for each in programs(program))
 
 
-@pytest.mark.parametrize("name", ["a carried value", "a stack", "branches"])
+@budget.first_is_quick("name", ["a carried value", "a stack", "branches"])
 def test_gradients_and_a_row_more_of_them(name: str) -> None:
     def loss(x: jax.Array) -> jax.Array:
         return (jnp.float32(CROSSING[name](x)) ** 2).sum()

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost.lowering.rules.reducers import COMBINE, Reducer, identity
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of, tp
 from tests.lowering.traced import array, loops, notes
@@ -325,7 +326,7 @@ DERIVED = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVED)
+@budget.first_is_quick("name", DERIVED)
 def test_gradients(name: str) -> None:
     function, shardings = DERIVED[name]
     args = array(10, 6), array(6, 12, seed=1), array(12, 6, seed=2), array(12, seed=3)
@@ -350,7 +351,7 @@ def test_vmap() -> None:
 # --- Chunks that do not divide ------------------------------------------------------ #
 
 
-@pytest.mark.parametrize("chunks", [4, 8, 20, 28])
+@budget.first_is_quick("chunks", [4, 8, 20, 28])
 def test_p2p_pieces_need_not_divide_a_shard(chunks: int) -> None:
     """28 rows are 7 on each of 4 devices, in 1 to 7 pieces."""
     args = array(28, 6), array(6, 64, seed=1), array(64, 6, seed=2)
@@ -393,7 +394,7 @@ def ragged_blocks(draw: st.DrawFn) -> tuple[Any, ...]:
     return mesh, draw(size), draw(size), draw(size), specs, pipeline
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
 @given(ragged_blocks())
 def test_any_sizes(drawn: tuple[Any, ...]) -> None:
     mesh, rows, width, inner, specs, pipeline = drawn

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.rules.dim_rule import DimRule
 from jhost.lowering.rules.table import rule_of
+from tests import budget
 from tests.lowering.on_mesh import calls, communications, exact, on, program_of, tp
 from tests.lowering.traced import work
 
@@ -137,7 +138,7 @@ def _products(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @given(_products())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 def test_any_product_in_parts(check_rule: CheckRule, product: tuple[Any, ...]) -> None:
     *args, numbers = product
     check_rule(_product(numbers), *args)

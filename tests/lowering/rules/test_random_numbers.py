@@ -22,6 +22,7 @@ from jhost._jax import aval_of
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.table import reason_of, rule_of
+from tests import budget
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import communications, exact, on, tp
 from tests.lowering.traced import notes, work
@@ -85,7 +86,7 @@ class _Tail:
         return 1
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     "shape",
     [(3, 2**31 - 7), (2**31 - 1, 5), (70000, 70001, 3), (2, 2**17, 2**16 + 1, 2**12)],
 )
@@ -117,7 +118,7 @@ def _of_an_older_order(key: jax.Array) -> jax.Array:
         return jax.random.bits(key, (4,))
 
 
-@pytest.mark.parametrize(
+@budget.first_is_quick(
     ("draw", "kind"),
     [(_rbg, "rbg"), (_rbg, "unsafe_rbg"), (_of_an_older_order, "threefry2x32")],
 )
@@ -147,7 +148,7 @@ def test_an_order_chosen_inside_the_function_is_kept() -> None:
         exact(both, KEY, **tp(4, None, P("tp")))
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+@budget.first_is_quick("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_batches_of_keys_are_made_as_by_jax(kind: str, check_rule: CheckRule) -> None:
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl=kind))(jnp.arange(6))
     names = check_rule(
@@ -256,7 +257,7 @@ def _block(x: jax.Array, up: jax.Array, down: jax.Array, key: jax.Array) -> jax.
     return jhost.stream(_dropped(x @ up, key) @ down, 0)
 
 
-@pytest.mark.parametrize("how", [("p2p", 4), ("p2p", 8), ("collective", 2)])
+@budget.first_is_quick("how", [("p2p", 4), ("p2p", 8), ("collective", 2)])
 def test_each_chunk_draws_its_own_part(how: tuple[str, int]) -> None:
     pipeline, chunks = how
     args = (

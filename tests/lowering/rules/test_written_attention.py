@@ -55,7 +55,7 @@ HOWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("sliding", 0),
+        pytest.param("sliding", 0, marks=pytest.mark.slow),
         ("all", 64),
         pytest.param("sliding", 64, marks=pytest.mark.slow),
     ],

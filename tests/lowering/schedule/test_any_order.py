@@ -21,7 +21,7 @@ from jhost.lowering.ir.statements import Communicate, Wait
 from jhost.lowering.schedule import intervals, room
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.scheduled_transfer import TransferForm
-from tests import sums
+from tests import budget, sums
 from tests.lowering.on_mesh import exact, on
 from tests.lowering.outside import gradients_of, layer, operands
 
@@ -81,7 +81,7 @@ def check_window(program: Program, window: int) -> None:
     of_sums=st.integers(1, 6),
     ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 def test_any_lanes_and_any_window(
     f: Any,
     axes: dict[str, int],

@@ -165,7 +165,14 @@ def stacked(program: Program) -> list[tuple[int, ...]]:
     return [y.shape for y in first.ys]
 
 
-@pytest.mark.parametrize("pipeline", ["off", "collective", "p2p"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        pytest.param("off", marks=pytest.mark.slow),
+        pytest.param("collective", marks=pytest.mark.slow),
+        "p2p",
+    ],
+)
 def test_a_scan_stacks_what_matmuls_make_or_read(pipeline: Pipeline) -> None:
     """What both matmuls made, and the product that one reads in each pass."""
     weights = [jnp.stack([w] * LAYERS) for w in (GATE, UP, DOWN)]

@@ -83,7 +83,11 @@ def test_gradients_are_exact_for_any_length(specs: str, length: int) -> None:
     assert bool(notes(program)) == (length > {"fsdp": 1, "dp": 2}[specs])
 
 
-@pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"reverse": True}, pytest.param({"unroll": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_in_any_order(how: Any) -> None:
     def gradients(weights: Any, x: jax.Array) -> Any:
         return jax.grad(loss, (0, 1))(weights, x, **how)

@@ -24,7 +24,7 @@ from jhost.lowering.ir.statements import (
     Wait,
     walk,
 )
-from tests import sums
+from tests import budget, sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of, sizes_and_counts
 from tests.lowering.outside import (
     gradients_of,
@@ -156,7 +156,7 @@ def test_gradients_are_exact(devices: int, count: int) -> None:
     assert "CollectivePermute" in found
 
 
-@pytest.mark.parametrize("devices", [3, 6])
+@budget.first_is_quick("devices", [3, 6])
 def test_any_number_of_devices(devices: int) -> None:
     """Also one that is no power of two."""
     args = [array(devices, devices, seed=n) for n in range(5)]
@@ -181,7 +181,7 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
     st.sampled_from(["off", "collective", "p2p"]),
     st.sampled_from(sums.EVERY),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:
@@ -194,7 +194,7 @@ def test_beside_tensor_parallel_loops(
 
 
 @given(st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=budget.examples(8), deadline=None)
 def test_weights_of_any_shape(data: st.DataObject) -> None:
     """Of a few dtypes, sharded in either dim."""
     devices = data.draw(st.sampled_from([2, 4]))

@@ -21,7 +21,7 @@ from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Scan, Wait
 from jhost.lowering.layouts import carry_partial_sums
-from tests import sums
+from tests import budget, sums
 from tests.lowering.hand_built import buffer, communicate, compute, mesh_of, program
 from tests.lowering.traced import array, check
 
@@ -73,7 +73,7 @@ def test_gradients_of_weights_are_late_and_exact(length: int) -> None:
     assert bool(notes(made)) == (length > 1)
 
 
-@pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}], ids=str)
+@budget.first_is_quick("how", [{"reverse": True}, {"unroll": 2}], ids=str)
 def test_in_any_order(how: Any) -> None:
     def gradients(weights: Any, x: jax.Array) -> Any:
         return jax.grad(loss, (0, 1))(weights, x, **how)
@@ -178,7 +178,7 @@ def test_gradients_of_microbatches_are_added_up_late_in_their_order() -> None:
     assert notes(check(gradients, (first, second), array(5, 4, 8), **how))
 
 
-@pytest.mark.parametrize("read", ["by a stack", "by another sum", "by the next layer"])
+@budget.first_is_quick("read", ["by a stack", "by another sum", "by the next layer"])
 def test_a_sum_that_something_else_reads_is_not_late(read: str) -> None:
     def f(weights: Any, x: jax.Array) -> Any:
         zeros = tuple(jnp.zeros(w.shape[1:], w.dtype) for w in weights)

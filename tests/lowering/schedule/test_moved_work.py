@@ -17,7 +17,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt, Wait
 from jhost.lowering.layouts import carry_partial_sums
 from jhost.lowering.schedule.moved_work import with_work_moved
-from tests import sums
+from tests import budget, sums
 from tests.lowering.hand_built import buffer, communicate, compute, mesh_of, program
 from tests.lowering.traced import array, check
 
@@ -58,7 +58,7 @@ def said(program: Program) -> list[str]:
 
 
 @pytest.mark.usefixtures("moving")
-@pytest.mark.parametrize("loss", [in_a_scan, written_out])
+@budget.first_is_quick("loss", [in_a_scan, written_out])
 def test_a_weights_gradient_is_beside_what_the_layer_sends_on(loss: Any) -> None:
     weights = array(3, 8, 16, seed=1), array(3, 16, 8, seed=2)
     specs = (P(None, None, "d"), P(None, "d")), P("d")

@@ -24,7 +24,7 @@ from jhost.lowering.ir.statements import (
     Scan,
     Wait,
 )
-from tests import sums
+from tests import budget, sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of, sizes_and_counts
 from tests.lowering.outside import (
     gradients_of,
@@ -198,7 +198,7 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
     st.sampled_from(["off", "collective", "p2p"]),
     st.sampled_from(sums.EVERY),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=budget.examples(6), deadline=None)
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost import errors
 from jhost.lowering.ir.remarks import StreamReport
+from tests import budget
 from tests.lowering.on_mesh import exact, tp
 from tests.lowering.traced import (
     WHOLE,
@@ -269,7 +270,7 @@ def test_a_sum_over_the_streamed_dim_ends_its_loop() -> None:
     marks=st.sets(st.sampled_from(["before", "inside", "behind"]), min_size=1),
     pipeline=st.sampled_from(["p2p", "collective", "auto"]),
 )
-@settings(max_examples=8)
+@settings(max_examples=budget.examples(8))
 def test_tokens_that_are_sequences_in_between_are_exact(
     devices: int, sequences: int, marks: set[str], pipeline: str
 ) -> None:
