@@ -57,12 +57,8 @@ def test_a_cotangent_is_not_gathered_before_the_result(
     assert kinds == ["AllGather", "ReduceScatter"] * 2, schedule
 
 
-NVFUSERS = (
-    "nvfuser_ag/h8192/8192",
-    "nvfuser_ag/k32768/32768",
-    "nvfuser_ag/k1024/1024",
-    "nvfuser_layer/gpt3/2048",
-)
+# A layer of GPT-3 has nothing that blocks in `test_overlap.py` have not, both ways.
+NVFUSERS = "nvfuser_ag/h8192/8192", "nvfuser_ag/k32768/32768", "nvfuser_ag/k1024/1024"
 
 
 @pytest.mark.slow
