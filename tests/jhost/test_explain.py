@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost import errors
+from jhost import errors, testing
 from jhost._call.around import calls_in
 from jhost._call.once_a_line import warned_lines
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -255,6 +255,8 @@ def test_settings_say_whether_streams_are_found(
     f = jhost.jit(lambda x, up, down: (x @ up) @ down, mesh=mesh, **BLOCK_SPECS, **how)
     with finding.everywhere():
         assert bool(jhost.explain(f, X, UP, DOWN).loops) == found
+        if found:
+            testing.assert_pipelined(f, X, UP, DOWN)
 
 
 def test_serial_ends_a_stream_that_was_found(mesh: Mesh) -> None:

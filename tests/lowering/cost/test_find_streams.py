@@ -30,7 +30,7 @@ from jhost.lowering.ir.bodies import all_marks, all_remarks, programs
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LeftStream, Note, Prediction, Search, StreamReport
+from jhost.lowering.ir.remarks import LeftStream, Prediction, Search, StreamReport
 from jhost.lowering.ir.requests import StreamDefaults, stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, UnitEqn, walk
 from jhost.lowering.pipeline import Passes, passes, run_passes
@@ -174,13 +174,15 @@ def test_a_function_with_a_mark_keeps_to_it() -> None:
     assert not count_loops(lowered(f, types()))
 
 
-def test_streams_that_do_not_gain_are_counted() -> None:
-    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        whole = jhost.shard(mlp(unmarked)(x, up, down), P(None, None))
-        return jnp.sum(whole.astype(jnp.float32))
-
-    notes = [r.text for r in all_remarks(lowered(f, types())) if isinstance(r, Note)]
-    assert all("stream" not in note or "could hide transfers" in note for note in notes)
+@pytest.mark.parametrize(("rows", "left"), [(512, 1), (ROWS, 0)])
+def test_streams_that_do_not_gain_are_counted(rows: int, left: int) -> None:
+    program = lowered(mlp(unmarked), types(rows))
+    (search,) = (r for r in all_remarks(program) if isinstance(r, Search))
+    assert len(search.left) == left
+    assert search.text.startswith(f"{left} more stream")
+    assert count_loops(program) == (not left)
+    lines = [line for each in search.left for line in each.lines]
+    assert all("test_find_streams.py" in line for line in lines)
 
 
 # --- The same numbers --------------------------------------------------------------- #
