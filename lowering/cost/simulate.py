@@ -345,8 +345,18 @@ class _Clock:
 
     def ready_unordered(self) -> list[int]:
         """The transfers that XLA may issue together with the next kernel."""
-        left = (n for n in self.unordered if n not in self.ends)
-        return [n for n in left if self.ends.keys() >= self.tasks[n].after]
+        return [n for n in self.unordered if n not in self.ends and self.is_ready(n)]
+
+    def is_ready(self, number: int) -> bool:
+        """Whether all that an unordered transfer waits for is issued."""
+        awaited = self.awaited.get(number)
+        if awaited is not None and awaited not in self.ends:
+            return False  # asked before each kernel
+        after = self.tasks[number].after
+        awaited = next((each for each in after if each not in self.ends), None)
+        if awaited is not None:
+            self.awaited[number] = awaited
+        return awaited is None
 
     def issue_beside(self, ready: Iterable[int], kernel: Task, start: float) -> None:
         """Issue those of some transfers that XLA issues together with a kernel."""
