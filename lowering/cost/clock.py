@@ -91,6 +91,8 @@ class _Clock:
         self.under_way = 0.0
         """When the last of those that are issued ends."""
         self.ends: dict[int, float] = {}
+        self.awaited: dict[int, int] = {}
+        """By a transfer that is not issued, some task that it waits for."""
         self.computing = 0.0
         self.moving = {False: 0.0, True: 0.0}
         self.kernels = 0.0
@@ -99,20 +101,30 @@ class _Clock:
         """Issue the transfers whose operands are issued, and return the others."""
         left: list[int] = []
         for number in transfers:
-            # Tasks that were issued need no call, and this is asked often.
-            missing = [n for n in self.tasks[number].after if n not in self.ends]
-            if all(map(self.can_end, missing)):
+            awaited = self.awaited.get(number)
+            # Asked before each task of each transfer: most wait for what they waited.
+            if awaited is None or awaited in self.ends:
+                awaited = self.awaited_by(number)
+            if awaited is None:
                 self.issue(number)
-            else:
-                left.append(number)
+                continue
+            self.awaited[number] = awaited
+            left.append(number)
         return left
 
-    def can_end(self, number: int) -> bool:
-        """Whether it was issued, or only puts issued tasks' results in place."""
-        task = self.tasks[number]
-        return number in self.ends or (
-            task.copy == "put" and all(map(self.can_end, task.after))
-        )
+    def awaited_by(self, number: int) -> int | None:
+        """A task that has to be issued before another, which nothing else puts off.
+
+        Tasks that only put issued tasks' results in place are not waited for.
+        """
+        for before in self.tasks[number].after:
+            if before in self.ends:
+                continue
+            is_put = self.tasks[before].copy == "put"
+            awaited = self.awaited_by(before) if is_put else before
+            if awaited is not None:
+                return awaited
+        return None
 
     def issue(self, number: int) -> None:
         if number in self.ends:
@@ -185,8 +197,18 @@ class _Clock:
 
     def ready_unordered(self) -> list[int]:
         """The transfers that XLA may issue together with the next kernel."""
-        left = (n for n in self.unordered if n not in self.ends)
-        return [n for n in left if self.ends.keys() >= self.tasks[n].after]
+        return [n for n in self.unordered if n not in self.ends and self.is_ready(n)]
+
+    def is_ready(self, number: int) -> bool:
+        """Whether all that an unordered transfer waits for is issued."""
+        awaited = self.awaited.get(number)
+        if awaited is not None and awaited not in self.ends:
+            return False  # asked before each kernel
+        after = self.tasks[number].after
+        awaited = next((each for each in after if each not in self.ends), None)
+        if awaited is not None:
+            self.awaited[number] = awaited
+        return awaited is None
 
     def issue_beside(self, ready: Iterable[int], kernel: Task, start: float) -> None:
         """Issue those of some transfers that XLA issues together with a kernel."""

@@ -16,7 +16,7 @@ from jhost.lowering.ir.bodies import EachProgram, held_bodies, is_alike, with_ea
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Remark
+from jhost.lowering.ir.remarks import LayoutReport, Remark
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.streams.plan import take_known, takes_plan, with_plan_of
 
@@ -76,12 +76,24 @@ class _Made:
         return made
 
     def remarks(self, program: Program) -> tuple[Remark, ...] | None:
-        """The program's remarks and the pass's own; None if it dropped some."""
+        """The program's remarks and the pass's own; None if that is not known.
+
+        A pass drops reports on how values lie where it changed them, and no others.
+        """
         before, after = self.before.remarks, self.after.remarks
         if before == program.remarks:
             return after
-        added = after[len(before) :]
-        return (*program.remarks, *added) if after[: len(before)] == before else None
+        if after[: len(before)] == before:
+            return (*program.remarks, *after[len(before) :])
+        known, kept = {*map(id, before)}, {*map(id, after)}
+        left = [remark for remark in before if id(remark) in kept]
+        others = [remark for remark in program.remarks if id(remark) not in known]
+        if any(isinstance(remark, LayoutReport) for remark in others):
+            return None
+        if not all(map(operator.is_, left, after)):
+            return None
+        stay = (r for r in program.remarks if id(r) in kept or id(r) not in known)
+        return (*stay, *after[len(left) :])
 
 
 class Remembering:

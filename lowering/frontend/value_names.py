@@ -230,8 +230,8 @@ def expression(position: Position) -> str:
 
     A long call is `function(...)`, and a long product of two is `... @ w` or `x @ ...`.
     """
-    lines = linecache.getlines(position.file)
-    node = _parsed("".join(lines)).expressions.get(position.span)
+    parsed = _parsed(position.file)
+    lines, node = parsed.lines, parsed.expressions.get(position.span)
     if node is None:
         return ""
     if not (text := _short(node, lines)) and isinstance(node, ast.Call):
@@ -271,29 +271,45 @@ def _short(node: ast.expr, lines: Sequence[str]) -> str:
 
 def assigned(position: Position) -> str | None:
     """The variable that the expression there is assigned to, as a whole."""
-    text = "".join(linecache.getlines(position.file))
-    return _parsed(text).assigned.get(position.span)
+    return _parsed(position.file).assigned.get(position.span)
 
 
 class _Parsed(NamedTuple):
-    """The expressions of a module, and its variables by what sets them."""
+    """The lines of a module, its expressions, and its variables by what sets them."""
 
+    lines: Sequence[str]
     assigned: Mapping[SourceSpan, str]
     expressions: Mapping[SourceSpan, ast.expr]
 
 
+def _parsed(file: str) -> _Parsed:
+    """A module as it is now; a notebook's cell may have been written anew."""
+    lines, last = linecache.getlines(file), _last_parsed(file)
+    # The list is the same until `linecache` reads the file again.  To join and hash its
+    # text for each equation took a tenth of the lowering of a U-Net.
+    if not last or last[0].lines is not lines:
+        last[:] = [_parsed_lines(lines)]
+    return last[0]
+
+
 @functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> _Parsed:
+def _last_parsed(file: str) -> list[_Parsed]:
+    """What was made of a file last, if anything was."""
+    return []
+
+
+def _parsed_lines(lines: Sequence[str]) -> _Parsed:
     try:
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = list(ast.walk(ast.parse("".join(lines))))
     except (SyntaxError, ValueError):  # a notebook's magic, or no Python
-        return _Parsed({}, {})
+        return _Parsed(lines, {}, {})
     variables = {
         _span(value): ast.unparse(target)
         for target, value in itertools.chain.from_iterable(map(_pairs, nodes))
         if isinstance(target, ast.Name | ast.Attribute)
     }
-    return _Parsed(variables, {_span(n): n for n in nodes if isinstance(n, ast.expr)})
+    expressions = {_span(n): n for n in nodes if isinstance(n, ast.expr)}
+    return _Parsed(lines, variables, expressions)
 
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | ast.stmt]]:

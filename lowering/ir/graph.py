@@ -70,6 +70,17 @@ class Graph(tuple[Node, ...]):
                 readers.setdefault(name, []).append(number)
         return readers
 
+    @functools.cached_property
+    def touching(self) -> Mapping[str, Sequence[tuple[int, bool, int]]]:
+        """By value, the nodes that touch it, whether they write it, and where."""
+        touching: dict[str, list[tuple[int, bool, int]]] = {}
+        for number, node in enumerate(self):
+            for writes, buffers in ((False, node.reads), (True, node.writes)):
+                for position, buffer in enumerate(buffers):
+                    place = (number, writes, position)
+                    touching.setdefault(buffer.name, []).append(place)
+        return touching
+
     def next_to(self, number: int, forward: bool) -> Iterator[int]:
         """The readers of a node's results, or the makers of its operands."""
         node = self[number]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.decisions import Decisions
-from jhost.lowering.layouts.solver import Solver
+from jhost.lowering.layouts.solver import KnownRest, Solver
 from jhost.lowering.rules.dim_rule import factors_of
 
 _TRIALS = 256
@@ -23,8 +23,8 @@ _LITTLE = 1024
 
 def improved(solver: Solver, made: Decisions) -> Decisions:
     """`made`, with single decisions changed as long as that moves fewer bytes."""
-    trials, number = _TRIALS, 0
-    numbers = solver.paying(made)
+    trials, number, known = _TRIALS, 0, KnownRest()
+    numbers = solver.paying(made, known)
     while number < len(numbers) and trials > 0:
         better = False
         for candidate in others(solver, numbers[number], made):
@@ -34,11 +34,11 @@ def improved(solver: Solver, made: Decisions) -> Decisions:
             number += 1
         else:
             # After a change, an earlier decision may gain too, so all are tried again.
-            numbers, number = solver.paying(made), 0
-    return _refined(solver, made)
+            numbers, number = solver.paying(made, known), 0
+    return _refined(solver, made, known)
 
 
-def _refined(solver: Solver, made: Decisions) -> Decisions:
+def _refined(solver: Solver, made: Decisions, known: KnownRest) -> Decisions:
     """`made`, with changes of single decisions that gain while all others stay.
 
     In this way a weight is gathered behind its cast to a narrower dtype, even if its
@@ -46,7 +46,7 @@ def _refined(solver: Solver, made: Decisions) -> Decisions:
     """
     for _ in range(_ROUNDS):
         better = False
-        for number in solver.paying(made):
+        for number in solver.paying(made, known):
             for candidate in others(solver, number, made):
                 better |= tried(solver, number, candidate, made, alone=True)
         if not better:

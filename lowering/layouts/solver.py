@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.layout import Layout, replicated
@@ -29,6 +30,9 @@ _ROUNDS = 16
 
 Most programs need two or three rounds.
 """
+
+KnownRest: TypeAlias = dict[int, tuple[Assignment, bool]]
+"""By an operation, an assignment, and whether its results then lie where they rest."""
 
 
 class Solver:
@@ -208,12 +212,23 @@ class Solver:
             for param in self.params
         }
 
-    def paying(self, made: Decisions) -> list[int]:
-        """The operations that move something, or whose results are moved."""
-        moved = made.moved()
+    def paying(self, made: Decisions, known: KnownRest | None = None) -> list[int]:
+        """The operations that move something, or whose results are moved.
+
+        `known` has what was asked before by the same preferences.
+        """
+        moved, known = made.moved(), {} if known is None else known
         return [
             number
             for number, op in enumerate(self.operations)
-            if not moved.isdisjoint((*op.ins, *op.outs))
-            or not self.effects.of(op, made.assignments[number]).at_rest
+            if not (moved.isdisjoint(op.ins) and moved.isdisjoint(op.outs))
+            or not self.is_at_rest(number, made.assignments[number], known)
         ]
+
+    def is_at_rest(self, number: int, assignment: Assignment, known: KnownRest) -> bool:
+        """Whether an operation, so assigned, makes its results where they rest."""
+        before = known.get(number)
+        if before is None or before[0] is not assignment:
+            effect = self.effects.of(self.operations[number], assignment)
+            before = known[number] = assignment, effect.at_rest
+        return before[1]

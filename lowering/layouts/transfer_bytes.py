@@ -35,6 +35,8 @@ class TransferBytes:
         )
 
     def __sub__(self, other: TransferBytes) -> TransferBytes:
+        if other is NOTHING:
+            return self
         return TransferBytes(
             self.exposed - other.exposed,
             self.hidden - other.hidden,

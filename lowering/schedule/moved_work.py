@@ -15,6 +15,7 @@ does one whose sum would have only a body beside it: 8B over dp x tp took 0.9 GB
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
@@ -165,7 +166,8 @@ class WorkOrder:
 
     def near(self, numbers: Sequence[int]) -> Iterator[int]:
         """The products among the first works, but for those that have to stay."""
-        works = [n for n in numbers if self.blocks.all[n].works][:_PAST]
+        every = (n for n in numbers if self.blocks.all[n].works)
+        works = [*itertools.islice(every, _PAST)]
         # If its only work moved away, another transfer would be exposed instead.
         alone = {w.works[0] for w in self.windows.values() if len(w.works) == 1}
         for number in works:
@@ -209,21 +211,23 @@ class WorkOrder:
 
     def from_behind(self, number: int, place: int) -> Iterator[list[int]]:
         """Products behind a transfer, each with the cheap blocks that it needs."""
-        after = self.order[place:]
-        made_of_it = self.all_made_of(number)
-        for product in self.near(after):
-            needed = self.needed(product, {*after})
-            if needed is not None and made_of_it.isdisjoint((product, *needed)):
-                yield [product, *needed]
+        found = [
+            [product, *needed]
+            for product in self.near(self.order[place:])
+            if (needed := self.needed(product, place)) is not None
+        ]
+        last = max((self.place[each] for some in found for each in some), default=place)
+        made_of_it = self.all_made_of(number, last)
+        return (some for some in found if made_of_it.isdisjoint(some))
 
-    def all_made_of(self, number: int) -> set[int]:
-        """The blocks that a transfer has to come before."""
-        behind = self.order[self.place[number] + 1 :]
+    def all_made_of(self, number: int, last: int) -> set[int]:
+        """The blocks up to the `last` place that a transfer has to come before."""
+        behind = self.order[self.place[number] + 1 : last + 1]
         made_of = self.blocks.made_of([self.open[number].out.name], behind)
         return {each for each, _ in made_of}
 
-    def needed(self, product: int, after: set[int]) -> list[int] | None:
-        """The cheap blocks among those after a place that a product needs before it.
+    def needed(self, product: int, place: int) -> list[int] | None:
+        """The cheap blocks behind a place that a product needs in front of it.
 
         None if it needs others, or reads a transfer that has work beside it so far.
         """
@@ -236,9 +240,10 @@ class WorkOrder:
                     continue
                 if maker in self.windows:
                     return None
-                if maker in after and not self.blocks.goes_along(maker):
+                behind = self.place[maker] >= place
+                if behind and not self.blocks.goes_along(maker):
                     return None
-                if maker in after or self.blocks.all[maker].can_wait:
+                if behind or self.blocks.all[maker].can_wait:
                     found.append(maker)
                     waiting.append(maker)
-        return [each for each in found if each in after]
+        return [each for each in found if self.place[each] >= place]

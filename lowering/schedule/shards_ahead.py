@@ -53,7 +53,7 @@ class WorkAhead:
 
     def is_work(self, group: Group) -> bool:
         """Whether a group takes long enough to hide a transfer, and keeps its place."""
-        if group[0] in self.contractions.every:
+        if self.contractions.has(group[0]):
             return False
         stmts = [node.stmt for node in group]
         return any(has_contraction(s) or isinstance(s, CONTROL_FLOW) for s in stmts)

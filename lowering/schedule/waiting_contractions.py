@@ -8,6 +8,7 @@ counts, as in `order.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from jhost.lowering.ir.graph import Group, Node, makers_of, read_by, written_by
@@ -32,6 +33,7 @@ class WaitingContractions:
         self, graph: Sequence[Node], numbers: Iterable[int], in_loops: Collection[int]
     ) -> None:
         self.every = [graph[number] for number in sorted(numbers)]
+        self.ids = {*map(id, self.every)}
         self.waiting = self.every
         self.in_loops = in_loops
         self.put_off: list[Group] = []
@@ -39,23 +41,29 @@ class WaitingContractions:
         """Whether a contraction was taken since groups were last resumed."""
         # Names of what is still to be made: a sum that reads none of them is ready.
         self.unmade = written_by(graph)
+        # How many that wait write a value; counted, as programs have hundreds of each.
+        self.late = Counter[str]()
+        self.count_late(self.waiting, 1)
 
     def in_order(self, groups: Sequence[Group]) -> Iterator[Group]:
         """The groups as they are to be written; loops take contractions meanwhile."""
         for group in groups:
             # A waiting contraction is written where a transfer or a reader takes it.
-            if group[0] in self.every:
+            if self.has(group[0]):
                 continue
-            if self.can_wait(group) and not self.late().isdisjoint(_read(group)):
-                self.put_off.append(group)
+            if self.can_wait(group) and self.is_late(group):
+                self.put(group)
                 continue
             yield from self.before(group)
             yield group
             self.made(group)
             yield from self.resumed()
         # No transfer is left beside which these could stand.
-        yield from ((node,) for node in self.taken(self.waiting))
-        yield from self.resumed()
+        yield from self.in_turn(self.waiting)
+
+    def has(self, node: Node) -> bool:
+        """Whether a node is one of the contractions, taken or not."""
+        return id(node) in self.ids
 
     def made_last(self, groups: Sequence[Group]) -> list[Group]:
         """For each contraction, the last of the groups that make an operand of it."""
@@ -82,7 +90,9 @@ class WaitingContractions:
     def taken(self, nodes: list[Node]) -> list[Node]:
         """The nodes, which no longer wait."""
         if nodes:
-            self.waiting = [node for node in self.waiting if node not in nodes]
+            taken = {*map(id, nodes)}
+            self.waiting = [node for node in self.waiting if id(node) not in taken]
+            self.count_late(nodes, -1)
             self.taken_since = True
         self.made(nodes)
         return nodes
@@ -97,20 +107,47 @@ class WaitingContractions:
         communicates = isinstance(stmt, Communicate)
         return communicates or (can_wait(stmt) and not has_contraction(stmt))
 
-    def late(self) -> set[str]:
-        """The values of waiting contractions, and the values made of these."""
-        every = (self.waiting, *self.put_off)
-        return {b.name for nodes in every for node in nodes for b in node.writes}
+    def is_late(self, group: Group) -> bool:
+        """Whether it reads values of waiting contractions, or values made of these."""
+        return not self.late.keys().isdisjoint(_read(group))
+
+    def put(self, group: Group) -> None:
+        """Put off a group."""
+        self.put_off.append(group)
+        self.count_late(group, 1)
+
+    def count_late(self, nodes: Iterable[Node], more: int) -> None:
+        """Count values that are late from now on, or late no more."""
+        for name in (buffer.name for node in nodes for buffer in node.writes):
+            self.late[name] += more
+            if not self.late[name]:
+                del self.late[name]
 
     def before(self, group: Group) -> Iterator[Group]:
         """The waiting nodes that make the operands of a group."""
+        if not self.is_late(group):
+            yield from self.resumed()
+            return
         wanted = _read(group)
-        for each in reversed(self.put_off):
-            if not wanted.isdisjoint(written_by(each)):
-                wanted |= _read(each)
+        waiting = ((node,) for node in self.waiting)
+        makers = {
+            name: each for each in (*waiting, *self.put_off) for name in written_by(each)
+        }
+        reading = [*wanted]
+        while reading:
+            found = _read(makers.pop(reading.pop(), ()))
+            wanted |= found
+            reading += found
         read = [node for node in self.waiting if wanted & written_by([node])]
-        yield from ((node,) for node in self.taken(read))
-        yield from self.resumed()
+        yield from self.in_turn(read)
+
+    def in_turn(self, nodes: Sequence[Node]) -> Iterator[Group]:
+        """These contractions, and what waits with them, each behind its operands."""
+        while nodes:
+            ready = [n for n in nodes if self.late.keys().isdisjoint(read_by([n]))]
+            yield from ((node,) for node in self.taken(ready))
+            yield from self.resumed()
+            nodes = [node for node in nodes if node not in ready]
 
     def resumed(self) -> Iterator[Group]:
         """The groups that were put off and whose operands are there now."""
@@ -120,15 +157,14 @@ class WaitingContractions:
             return
         self.taken_since = False
         waiting, self.put_off = self.put_off, []
-        late = self.late()
         for group in waiting:
-            if late.isdisjoint(_read(group)):
-                yield group
-                self.made(group)
-                late = self.late()  # others may be taken meanwhile
+            self.count_late(group, -1)
+        for group in waiting:
+            if self.is_late(group):
+                self.put(group)
             else:
-                self.put_off.append(group)
-                late |= written_by(group)
+                yield group
+                self.made(group)  # others may be taken meanwhile
 
 
 def _read(group: Group) -> set[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.graph import Graph, Node, graph_of
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import SerialMark, StreamChoice
@@ -55,6 +56,7 @@ class _StreamSearch:
         self, program: Program, seconds: SecondsOf, uneven: SecondsOf, spares: bool
     ) -> None:
         self.spares, self.uneven = spares, uneven
+        self.plans = _plans(program)
         self.graph = graph_of(program)
         self.serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)
@@ -78,11 +80,14 @@ class _StreamSearch:
 
     def parts(self, buffer: Buffer, dim: int) -> Parts:
         """The nodes that would be in the stream of a mark on that dim."""
+        if (known := self.plans.get((buffer.name, dim))) is not None:
+            return known
         spec = PipelineSpec(pipeline=None, chunks=None)
         mark = StreamChoice(
             buffer=buffer.name, dim=dim, spec=spec, lines=(), found=True
         )
         plan = plan_streams(self.graph, [mark], self.serial, self.mesh)
+        self.plans[buffer.name, dim] = plan.participations
         return plan.participations
 
     def stream(self, parts: Parts) -> FoundStream | None:
@@ -206,6 +211,12 @@ class _StreamSearch:
         """
         rule = rule_of(self.graph[number])
         return rule is not None and parts[number].factor in rule.unsharded
+
+
+@derived
+def _plans(program: Program) -> dict[tuple[str, int], Parts]:
+    """The parts of streams by value and dim: a search with `spares` takes them over."""
+    return {}
 
 
 def _dims_that_move(

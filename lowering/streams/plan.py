@@ -116,7 +116,7 @@ def _made_earlier(program: Program) -> tuple[Graph, StreamPlan] | None:
 
 
 def plan_streams(
-    graph: Sequence[Node],
+    graph: Graph,
     marks: Sequence[StreamChoice],
     serial: Sequence[SerialMark],
     mesh: Mapping[str, int],
@@ -126,8 +126,8 @@ def plan_streams(
 
 
 def _made_again(
-    made: tuple[Sequence[Node], StreamPlan],
-    graph: Sequence[Node],
+    made: tuple[Graph, StreamPlan],
+    graph: Graph,
     marks: Sequence[StreamChoice],
     serial: Sequence[SerialMark],
     mesh: Mapping[str, int],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from jhost._text import counted
-from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.requests import merge_choices
 from jhost.lowering.ir.statements import Buffer
@@ -39,7 +39,7 @@ class Propagation:
 
     def __init__(
         self,
-        graph: Sequence[Node],
+        graph: Graph,
         serial: Mapping[str, str],
         mesh: Mapping[str, int],
         known: Mapping[int, Participation | str] | None = None,
@@ -58,12 +58,6 @@ class Propagation:
         self.pairs: list[tuple[str, str]] = []
         self.answers: list[Answer] = []
         self.queue: deque[str] = deque()
-        self.touching: dict[str, list[tuple[int, bool, int]]] = {}
-        for number, node in enumerate(graph):
-            for writes, buffers in ((False, node.reads), (True, node.writes)):
-                for position, buffer in enumerate(buffers):
-                    place = (number, writes, position)
-                    self.touching.setdefault(buffer.name, []).append(place)
 
     def seed(self, stream: str, mark: StreamChoice) -> None:
         self.marks.setdefault(stream, mark)
@@ -72,7 +66,7 @@ class Propagation:
 
     def start(self, stream: str, mark: StreamChoice) -> Access:
         """How a stream reaches its marked value: as known parts around it say."""
-        for number, writes, position in self.touching.get(mark.buffer, ()):
+        for number, writes, position in self.graph.touching.get(mark.buffer, ()):
             part = self.known.get(number)
             if isinstance(part, Participation) and part.stream == self.root(stream):
                 access = (part.writes if writes else part.reads).get(position)
@@ -97,7 +91,7 @@ class Propagation:
         while self.queue:
             name = self.queue.popleft()
             stream, access = self.values[name]
-            for number, writes, position in self.touching.get(name, ()):
+            for number, writes, position in self.graph.touching.get(name, ()):
                 self.visit(number, writes, position, self.root(stream), access)
 
     def visit(

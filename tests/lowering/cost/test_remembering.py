@@ -15,10 +15,11 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jhost
 from jhost.lowering import pipeline
 from jhost.lowering.cost.rates import rates_of
-from jhost.lowering.cost.remembering import FollowingPass, Remembering
+from jhost.lowering.cost.remembering import FollowingPass, Remembering, through
 from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LayoutReport, Search
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
 from jhost.lowering.ir.statements import Scan
 from jhost.lowering.layouts import propagate_layouts
@@ -114,6 +115,26 @@ def test_a_candidate_is_the_same_program_whatever_was_weighed_before(
     remembering = [Remembering(step) for step in following()]
     for candidate in candidates(program):
         assert made(candidate, remembering) == made(candidate, following())
+
+
+def delayed(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    """Two partial products; the pass that adds them first drops what was said of both.
+
+    It is the only one of these passes that drops remarks.
+    """
+    x, (w, v) = jhost.shard(x, P(None, "tp")), (jhost.shard(m, ROWS) for m in (w, v))
+    return jhost.shard(x @ w + 2 * (x @ v), ROWS)
+
+
+def test_a_program_with_one_more_remark_is_not_lowered_again() -> None:
+    program = built(delayed, (16, 64), (64, 8), (64, 8), tp=4)
+    remembering = [Remembering(step) for step in following()]
+    noted = dataclasses.replace(program, remarks=(*program.remarks, Search()))
+    first = through(remembering, program)
+    reports = [r for r in first.remarks if isinstance(r, LayoutReport)]
+    assert any("stayed partial" in report.text for report in reports)
+    assert through(remembering, noted).body is first.body
+    assert made(noted, remembering) == made(noted, following())
 
 
 def test_a_body_is_not_lowered_for_each_candidate_for_what_is_around_it(
