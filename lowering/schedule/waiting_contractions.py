@@ -129,10 +129,8 @@ class WaitingContractions:
             yield from self.resumed()
             return
         wanted = _read(group)
-        waiting = ((node,) for node in self.waiting)
-        makers = {
-            name: each for each in (*waiting, *self.put_off) for name in written_by(each)
-        }
+        late = (*((node,) for node in self.waiting), *self.put_off)
+        makers = {name: each for each in late for name in written_by(each)}
         reading = [*wanted]
         while reading:
             found = _read(makers.pop(reading.pop(), ()))
