@@ -128,18 +128,7 @@ class ChooseCycles(EachProgram):
     def cycles(
         self, program: Program, scan: Scan, found: MovableTransfers
     ) -> Iterator[Cycle]:
-        """The cycles that a scan may be, if there are any.
-
-        Where time decides, so does memory: none `leaves_one` iteration.
-        """
-        for cycle in self.possible_cycles(program, scan, found):
-            if not (cycle.leaves_one and self.is_weighed(cycle)):
-                yield cycle
-
-    def possible_cycles(
-        self, program: Program, scan: Scan, found: MovableTransfers
-    ) -> Iterator[Cycle]:
-        """The cycles of transfers alone, and the one with late work.
+        """The cycles of transfers alone, and the one with late work, if they are any.
 
         A sum with a little work behind it may stay there: it then gives the iterations
         before and behind the scan nothing to wait for, and carries no terms.

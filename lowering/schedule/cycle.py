@@ -128,18 +128,6 @@ class Cycle:
         return range(bool(self.late), self.scan.length - self.last_outside)
 
     @property
-    def leaves_one(self) -> bool:
-        """Whether sums are late, and the scan keeps one iteration, no loop to XLA.
-
-        XLA writes it out, and no border then bounds what is under way: it adds the
-        terms of all iterations at the end of the program.  A step of three layers of
-        Llama 70B over fsdp of four took 10.8 GB with such a backward, 6.6 GB in
-        `jax.jit`, and 8.6 GB with a cycle in the forward alone, which is as fast by
-        prediction (XLA of JAX 0.12).
-        """
-        return len(self.inside) == 1 and any(each.transfers for each in self.late)
-
-    @property
     def last_outside(self) -> bool:
         """Whether the last iteration stands behind the scan.
 

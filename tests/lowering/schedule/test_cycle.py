@@ -70,21 +70,17 @@ def scans(program: Program) -> list[Scan]:
 
 
 @pytest.mark.parametrize(
-    ("specs", "length", "pipeline"),
+    ("specs", "length"),
     [
-        *(("fsdp", length, "auto") for length in (1, 2, 3, 5)),
-        *(("dp", length, how) for length, how in ((2, "p2p"), (3, "auto"), (3, "p2p"))),
+        *(("fsdp", length) for length in (1, 2, 3, 5)),
+        *(("dp", length) for length in (2, 3)),
     ],
 )
-def test_gradients_are_exact_for_any_length(
-    specs: str, length: int, pipeline: str
-) -> None:
-    how = settings({"fsdp": FSDP, "dp": DP}[specs], pipeline=pipeline)
+def test_gradients_are_exact_for_any_length(specs: str, length: int) -> None:
+    how = settings({"fsdp": FSDP, "dp": DP}[specs])
     program = check(jax.grad(loss, (0, 1)), *operands(length), **how)
-    # Of two iterations, one outside on either side would leave no scan.  One iteration
-    # between late sums is left only if that is asked for.
-    least = {"fsdp": 1, "dp": 3 if pipeline == "auto" else 2}[specs]
-    assert bool(notes(program)) == (length > least)
+    # Of two iterations, one outside on either side would leave no scan.
+    assert bool(notes(program)) == (length > {"fsdp": 1, "dp": 2}[specs])
 
 
 @pytest.mark.parametrize(
