@@ -183,6 +183,7 @@ def test_no_device_has_the_scores_of_all_keys() -> None:
     for program in programs(step, *args, more):
         assert not re.search(rf"[\[ ]{tokens}[@~,\]]", str(program))
     text = jax.jit(step).lower(*args, more).compile().as_text()
+    assert text is not None
     shapes = set(re.findall(r"\b\w+\[([\d,]+)\]", text))
     sizes = {tuple(map(int, shape.split(","))) for shape in shapes}
     assert not [shape for shape in sizes if tokens in shape]
