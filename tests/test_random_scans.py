@@ -57,6 +57,18 @@ OFFLOADED_NOTHING = dataclasses.replace(
 )
 """An empty stack in the host's memory, which is exchanged for another dim."""
 
+OFFLOADED_TWICE = dataclasses.replace(
+    _SCAN,
+    length=2,
+    steps=("both", "switch"),
+    policy="offload dots",
+    prevents_cse=False,
+    around="twice",
+    taken="gradient",
+    outside=True,
+)
+"""JAX calls a value the host's inside of a body, and the device's outside."""
+
 FOUND_AND_LAID_OUT_ANEW = dataclasses.replace(
     _SCAN, length=2, steps=("both", "down"), around="vmap"
 )
@@ -105,19 +117,25 @@ def test_random_scans_equal_the_plain_function(
 
 
 @pytest.mark.parametrize(
-    ("case", "way", "within"),
+    ("case", "way", "within", "compiled"),
     [
-        (OFFLOADED_NOTHING, None, True),
-        (FOUND_AND_LAID_OUT_ANEW, None, True),
-        (CONDITION_OF_ACTIVATIONS, "permutes", False),
+        (OFFLOADED_NOTHING, None, True, True),
+        (OFFLOADED_TWICE, "permutes", False, False),
+        (FOUND_AND_LAID_OUT_ANEW, None, True, True),
+        (CONDITION_OF_ACTIVATIONS, "permutes", False, True),
     ],
-    ids=["offloaded nothing", "laid out anew", "condition of activations"],
+    ids=[
+        "offloaded nothing",
+        "offloaded twice",
+        "laid out anew",
+        "condition of activations",
+    ],
 )
 def test_scans_that_once_did_not(
-    case: ScanCase, way: TransferForm | None, within: bool
+    case: ScanCase, way: TransferForm | None, within: bool, compiled: bool
 ) -> None:
     expected = case.by(jax.jit)(*case.arguments())
-    check(expected, case, way, False, within, True, True)
+    check(expected, case, way, False, within, True, compiled)
 
 
 def check(
