@@ -69,6 +69,15 @@ OFFLOADED_TWICE = dataclasses.replace(
 )
 """JAX calls a value the host's inside of a body, and the device's outside."""
 
+OFFLOADED_IN_A_BRANCH = dataclasses.replace(
+    _SCAN,
+    length=2,
+    steps=("cond", "both"),
+    policy="offload dots",
+    taken="tangent of gradient",
+)
+"""JAX calls a result of one branch the host's, and that of another the device's."""
+
 FOUND_AND_LAID_OUT_ANEW = dataclasses.replace(
     _SCAN, length=2, steps=("both", "down"), around="vmap"
 )
@@ -121,12 +130,14 @@ def test_random_scans_equal_the_plain_function(
     [
         (OFFLOADED_NOTHING, None, True, True),
         (OFFLOADED_TWICE, "permutes", False, False),
+        (OFFLOADED_IN_A_BRANCH, None, False, True),
         (FOUND_AND_LAID_OUT_ANEW, None, True, True),
         (CONDITION_OF_ACTIVATIONS, "permutes", False, True),
     ],
     ids=[
         "offloaded nothing",
         "offloaded twice",
+        "offloaded in a branch",
         "laid out anew",
         "condition of activations",
     ],

@@ -58,7 +58,8 @@ def _read_by_loops(tasks: Sequence[Task]) -> AbstractSet[int]:
     """The tasks whose results loops or branches read, directly or through others."""
     found = set[int]()
     for number, task in reversed(list(enumerate(tasks))):
-        if task.inside is not None or number in found:
+        # A scan of no iterations waits for nothing.
+        if (task.inside and task.seconds) or number in found:
             found |= task.after
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import jax
 from jax import lax
 
 from jhost.lowering.ir import statements as ir
@@ -35,10 +36,28 @@ def call_control_flow(
             return _while(stmt, ins, run)
         case ir.Cond():
             index, *operands = ins
-            branches = [partial(run, branch) for branch in stmt.branches]
+            branches = [
+                partial(_branch, stmt.outs, run, each) for each in stmt.branches
+            ]
             return lax.switch(
                 lax.convert_element_type(index, "int32"), branches, *operands
             )
+
+
+def _branch(
+    outs: Sequence[ir.Buffer], run: RunBody, body: Program, *args: Any
+) -> Sequence[Any]:
+    """The results of a branch, in the memories that `outs` are in.
+
+    JAX 0.12 may call a result the host's in one branch and the device's in another, if
+    a policy of `jax.checkpoint` offloads, but `lax.switch` wants them alike.
+    """
+    return [
+        value
+        if jax.typeof(value).memory_space == out.memory_space
+        else jax.device_put(value, out.memory_space)
+        for out, value in zip(outs, run(body, *args), strict=True)
+    ]
 
 
 def _scan(stmt: ir.Scan, ins: Sequence[Any], run: RunBody) -> Sequence[Any]:

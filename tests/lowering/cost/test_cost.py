@@ -321,6 +321,10 @@ def early(seconds: float, *after: int, taken: float = 0.0) -> Task:
     return dataclasses.replace(moved(seconds, *after), early=True, taken=taken)
 
 
+def loop(seconds: float, *after: int) -> Task:
+    return dataclasses.replace(work(seconds, *after), inside=Prediction(total=seconds))
+
+
 def end_of(*tasks: Task) -> float:
     return max(ends_of(tasks).values())
 
@@ -374,13 +378,17 @@ def test_with_options_all_begin_and_take_from_what_runs_beside_them() -> None:
     assert end_of(early(10, taken=2), work(20), work(15), work(5, 0)) == 42
 
 
+def test_a_scan_of_no_iterations_waits_for_no_transfer() -> None:
+    assert end_of(moved(3), loop(0, 0), work(5)) == 5
+
+
 @given(st.data())
 def test_no_task_ends_before_what_it_waits_for(data: Any) -> None:
     """And the whole takes at least as long as its kernels, at most as all tasks."""
     tasks = list[Task]()
     for number in range(data.draw(st.integers(1, 12))):
         before = st.sets(st.integers(0, number - 1)) if number else st.just(set[int]())
-        make = data.draw(st.sampled_from([work, moved, early]))
+        make = data.draw(st.sampled_from([work, moved, early, loop]))
         seconds = data.draw(st.integers(0, 9))
         tasks.append(make(seconds, *data.draw(before)))
     ends = ends_of(tasks)
