@@ -28,7 +28,7 @@ from jhost._timing import take_turns
 from jhost.lowering.cost.rates import Rates
 
 _SHORT, _LONG = 2, 10
-"""Operations in the two chains; of the smallest kernels ten times as many."""
+"""Operations in the two chains.  Chains of the smallest kernels have ten times more."""
 
 _MATMUL = 1.5e-3
 """Seconds of a square matmul that stands for the large ones of a program."""

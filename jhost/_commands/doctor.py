@@ -178,7 +178,7 @@ def _launch(report: Report) -> None:
 
 
 def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
-    """Try each pipeline on a small block; whether it hides anything is known before."""
+    """Try whether a small block is right by each pipeline."""
     # Any number of devices divides it, and it compiles in seconds.
     block = block_on(
         devices, hidden=64, ffn=16 * len(devices), tokens=64 * len(devices)

@@ -242,7 +242,7 @@ class MoE(nnx.Module):
         return self.mesh
 
     def _spec(self, shape: Sequence[int], mesh: Any) -> P:
-        """The spec of the tokens; refused where the axes do not divide them."""
+        """The spec of the tokens; raises if the axes do not divide them."""
         if len(shape) < 2:
             raise errors.DimError(
                 f"jhost.nnx.MoE got a token of shape {tuple(shape)}, and shards tokens "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from jhost.lowering.cost.evaluator import Evaluator, Predictions
+from jhost.lowering.cost.evaluator import Evaluator
 from jhost.lowering.cost.outcomes import SUMS, Outcome, chunks_of, gain_of, ranking_text
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass
-from jhost.lowering.cost.sections import Section
-from jhost.lowering.ir.bodies import adds_up, all_marks
+from jhost.lowering.ir.bodies import adds_up
 from jhost.lowering.ir.marks import StreamChoice
 
 _AHEAD = 0.75
@@ -23,24 +21,14 @@ _COUNTS = (4, 2, 8)
 class Evaluation:
     """The candidates for some marks alike of a section; its other marks do not change.
 
-    With `to_measure`, candidates include those that cannot win by prediction.
+    `evaluator` lowers and times them.  With `to_measure`, candidates include those that
+    cannot win by prediction.
     """
 
-    def __init__(
-        self,
-        section: Section,
-        following: Sequence[FollowingPass],
-        rates: Rates | None,
-        *,
-        predictions: Predictions | None = None,
-        to_measure: bool = False,
-    ) -> None:
-        self.section = section
-        self.marks = all_marks(section.program)
-        self.rates = rates
+    def __init__(self, evaluator: Evaluator, *, to_measure: bool = False) -> None:
+        self.evaluator = evaluator
         self.to_measure = to_measure
         self.outcomes: list[Outcome] = []
-        self.evaluator = Evaluator(section, following, rates, predictions)
 
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with its choice, the reason, and the predictions it was chosen by."""
@@ -167,7 +155,8 @@ class Evaluation:
 
     def others_pipelined(self) -> bool:
         """Whether another mark has a pipeline; its stream may reach the value."""
-        others = (m for n, m in enumerate(self.marks) if n not in self.section.numbers)
+        marks, numbers = self.evaluator.marks, self.evaluator.section.numbers
+        others = (mark for n, mark in enumerate(marks) if n not in numbers)
         return any(isinstance(m, StreamChoice) and m.spec.pipeline for m in others)
 
     def hides_too_little(self, outcome: Outcome) -> bool:
@@ -178,8 +167,9 @@ class Evaluation:
 
     @property
     def known(self) -> Rates:
-        assert self.rates is not None, "only candidates to measure need no rates"
-        return self.rates
+        rates = self.evaluator.rates
+        assert rates is not None, "only candidates to measure need no rates"
+        return rates
 
     def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
         """The outcome, or a faster one that makes the loops' sums outside of them."""

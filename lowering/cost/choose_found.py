@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.cost.candidates import Evaluation
-from jhost.lowering.cost.evaluator import Predictions
+from jhost.lowering.cost.evaluator import Evaluator, Predictions
 from jhost.lowering.cost.outcomes import Outcome, chunks_of, gain_of, ranking_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
@@ -165,10 +164,8 @@ class FoundStreamsChoice:
         marks = self.marks(sections.program)
         numbers = numbers_of(marks, stream.marks[0])
         section = sections.holding(numbers, marks)
-        evaluation = Evaluation(
-            section, self.following, self.rates, predictions=self.predictions
-        )
-        return evaluation.evaluate(_as(stream.marks[0][0], way))
+        evaluator = Evaluator(section, self.following, self.rates, self.predictions)
+        return evaluator.evaluate(_as(stream.marks[0][0], way))
 
     def marks(self, program: Program) -> list[Mark]:
         """The marks of a program with their choices; the others ask for nothing."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.cost.choose_schedule import WholePrograms
-from jhost.lowering.cost.evaluator import Predictions
+from jhost.lowering.cost.evaluator import Evaluator, Predictions
 from jhost.lowering.cost.outcomes import NOT_PIPELINED, ranking_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
@@ -123,9 +123,8 @@ class ChoosePipelines:
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not)), False
         section = sections.holding(numbers, marks)
-        evaluation = Evaluation(
-            section, self.following, self.rates, predictions=predictions
-        )
+        evaluator = Evaluator(section, self.following, self.rates, predictions)
+        evaluation = Evaluation(evaluator)
         return evaluation.best(mark), evaluation.may_lose_early()
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
@@ -137,7 +136,8 @@ class ChoosePipelines:
     ) -> Evaluation:
         """An evaluation of some marks of a resolved program, for measuring."""
         section = Section(program=with_marks(program, marks), numbers=numbers)
-        return Evaluation(section, self.following, self.rates, to_measure=True)
+        evaluator = Evaluator(section, self.following, self.rates)
+        return Evaluation(evaluator, to_measure=True)
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""

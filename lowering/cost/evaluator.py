@@ -55,7 +55,7 @@ class Evaluator:
         self.refusals: list[str] = []
 
     def evaluate(
-        self, candidate: StreamChoice, simplest: Program | None
+        self, candidate: StreamChoice, simplest: Program | None = None
     ) -> Outcome | None:
         """The outcome of `candidate`, or None and an entry in `refusals`.
 

@@ -28,3 +28,8 @@ def on_own(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
     """Statements of the main stream, on the stream for work that has an order."""
     own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *stmts])
     return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]
+
+
+def inside_own(place: range) -> range:
+    """The place of the statements, if `on_own` of them stands at `place`."""
+    return place[3:-2]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.queues import on_own
+from jhost.lowering.ir.queues import inside_own, on_own
 from jhost.lowering.schedule.cheap import can_wait, is_cheap
 
 
@@ -29,7 +29,7 @@ def in_one_run(
         return body
     first, last = works[0].start, works[-1].stop
     last += sum(1 for _ in itertools.takewhile(_is_cheap, body[last:]))
-    sets_stream = {n for each in works for n in (*each[:_BEGIN], *each[_END:])}
+    sets_stream = {n for each in works for n in each if n not in inside_own(each)}
     run = [body[n] for n in range(first, last) if n not in sets_stream]
     # A loop, a transfer or another stream may stand between them.  And several
     # statements write to memory that is allocated, in an order that has to stay.
@@ -38,10 +38,6 @@ def in_one_run(
         return body
     before, along = _apart(body[:first], run, {*_read(body[last:]), *kept})
     return [*before, *on_own([*along, *run]), *body[last:]]
-
-
-_BEGIN, _END = len(on_own([])) - 2, -2
-"""Behind what and before what a work stands among the statements of its stream."""
 
 
 def _apart(

@@ -194,7 +194,7 @@ class State(Machine):
             self.define(buffer, shape, Root(name=buffer.name))
         known = self.look_up(buffer)
         self.touch(known, writes=True)
-        if not is_new:  # nothing else can touch new memory, nor has it another shape
+        if not is_new:  # nothing else can touch new memory, and its shape is checked
             self._check_writable(known)
             self._check_written_shape(known, shape)
             self._check_single_write(known)

@@ -126,7 +126,7 @@ def _end_of_shape(text: str) -> int:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The place at which the parenthesis is closed that opens there."""
+    """The place of the parenthesis that closes the one at `opening`."""
     depth = 0
     for match in _PARENTHESIS.finditer(text, opening):
         depth += 1 if match[0] == "(" else -1
