@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.xla_flags import QUICKLY
+
 
 def in_two_processes(module: str, path: Path, *options: str) -> dict[str, Any]:
     """The run that two processes have measured, of which one writes and prints."""
@@ -16,7 +18,7 @@ def in_two_processes(module: str, path: Path, *options: str) -> dict[str, Any]:
     done = subprocess.run(
         [*command, "--processes", "2", "--json", str(path)],
         cwd=Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY},
         capture_output=True,
         text=True,
         timeout=300,

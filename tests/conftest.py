@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import importlib.metadata
 import os
 import re
 import shutil
@@ -13,6 +12,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tests import xla_flags
 
 # Before jax is imported, which reads all of them once; processes of tests do so, too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +27,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
             # Eight devices on two cores: XLA ends the process when a collective has
             # waited 40 seconds for its last participant.
             "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+            xla_flags.QUICKLY,
         ]
     )
 # Kernels for GPUs that are not there never run, so nothing assembles them.  Half of
@@ -33,10 +35,6 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # byte without it (JAX 0.12).  JAX reads this before it looks for the real one.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["CUDA_ROOT"] = str(Path(__file__).parent / "targets" / "cuda")
-# XLA of JAX 0.10 compiles small programs in two thirds of the time without the emitters
-# that start MLIR for each fusion; later ones do not know the flag and would end.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis
 import jax

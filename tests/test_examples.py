@@ -18,6 +18,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.xla_flags import QUICKLY
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -56,7 +58,7 @@ def test_several_processes_give_what_one_gives() -> None:
     command = [sys.executable, "-P", script, "--rows", "4", "--width", "16"]
     done = subprocess.run(
         command,
-        env=os.environ | {"XLA_FLAGS": ""},
+        env=os.environ | {"XLA_FLAGS": QUICKLY},
         capture_output=True,
         text=True,
         timeout=240,

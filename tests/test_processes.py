@@ -23,6 +23,7 @@ from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
 from tests.run_in_processes import digests, hybrid_runs, pattern_runs
 from tests.tables import DOCS
 from tests.test_readme import blocks
+from tests.xla_flags import QUICKLY
 
 SCRIPT = Path(__file__).parent / "run_in_processes.py"
 LIMIT = 240
@@ -47,7 +48,7 @@ def started(scenario: str, count: int, devices: int = 2) -> Generator[list[Proce
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": QUICKLY,
         "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
     }
     # -P: beside the script stands tests/jhost, which is not jhost.

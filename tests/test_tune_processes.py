@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.xla_flags import QUICKLY
+
 SCRIPT = Path(__file__).parent / "tune_in_processes.py"
 
 
@@ -22,7 +24,7 @@ def test_all_processes_take_the_same_choice(tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": QUICKLY,
     }
     # -P: beside the script stands tests/jhost, which is not jhost.
     script = [sys.executable, "-P", str(SCRIPT)]
