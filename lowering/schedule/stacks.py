@@ -13,7 +13,7 @@ from jax import lax
 from jhost._jax import zeros_on_host
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.units.make import type_of, unit_of
+from jhost.lowering.units.make import barrier_of, type_of, unit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +76,13 @@ class Stacks:
         out = fresh(count, self.names)
         self._compute(_known_behind, [count, there], out)
         return out
+
+    def together(self, values: Sequence[ir.Buffer]) -> tuple[ir.Buffer, ...]:
+        """The values behind one barrier: none is read before all are there."""
+        outs = tuple(fresh(value, self.names) for value in values)
+        unit = barrier_of(self.names.fresh("border"), *map(type_of, values))
+        self.body.append(ir.Compute(unit=unit, ins=tuple(values), outs=outs))
+        return outs
 
     def next(self, count: ir.Buffer) -> ir.Buffer:
         out = fresh(count, self.names)

@@ -113,7 +113,9 @@ class _Writer:
             state = self.iteration(state, count, is_first=True)
             count = self.make.next(count)
         if cycle.inside:
+            state, count = self.border(state, count)
             state, count = self.loop(state, count)
+            state, count = self.border(state, count)
         if cycle.last_outside:
             state = self.iteration(state, count, is_last=True)
             count = self.make.next(count)
@@ -173,6 +175,17 @@ class _Writer:
         self.body.append(scan)
         behind = state.like(outs[1:])
         return behind, self.make.known_behind(behind.all[0], outs[0])
+
+    def border(self, state: Carried, count: ir.Buffer) -> tuple[Carried, ir.Buffer]:
+        """What a scan of one iteration carries, before or behind it.
+
+        XLA writes such a scan out, and no border then bounds what is under way: the sum
+        of an iteration would be added up when all others have run.
+        """
+        if len(self.cycle.inside) > 1 or not self.cycle.late:
+            return state, count
+        count, *there = self.make.together((count, *state.all))
+        return state.like(there), count
 
     @property
     def reads(self) -> tuple[ir.Buffer, ...]:

@@ -83,6 +83,24 @@ def test_gradients_are_exact_for_any_length(specs: str, length: int) -> None:
     assert bool(notes(program)) == (length > {"fsdp": 1, "dp": 2}[specs])
 
 
+@pytest.mark.parametrize("length", [3, 4])
+def test_barriers_are_the_border_of_a_scan_that_xla_writes_out(length: int) -> None:
+    """That of one iteration.  Sums would else be added up when all layers have run."""
+    how: dict[str, Any] = settings(FSDP)
+    program = jhost.jit(jax.grad(loss, (0, 1)), **how).lower(*operands(length)).host_ir
+    backward = scans(program)[-1]
+    assert backward.length == length - 2
+    units = (stmt.unit for stmt in program.body if isinstance(stmt, Compute))
+    tied = [
+        len(each.eqn.outvars)
+        for unit in units
+        for each in unit.eqns
+        if each.eqn.primitive.name == "optimization_barrier"
+    ]
+    # Before the scan, the stacks of sums under way have barriers of their own.
+    assert (len(backward.carry) in tied) == (backward.length == 1)
+
+
 @pytest.mark.parametrize(
     "how",
     [{"reverse": True}, pytest.param({"unroll": 2}, marks=pytest.mark.slow)],
