@@ -28,6 +28,7 @@ from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
 from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
+from jhost.lowering.layouts.split_axes import SplitAxes
 from jhost.lowering.loops.combine_small import CombineSmall
 from jhost.lowering.loops.leave_idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
@@ -142,6 +143,7 @@ def passes(
         whole=whole,
         rates=_rates_to_find(settings, rates),
     )
+    split = SplitAxes(propagate, frozenset(between))
     by_time = ChooseLayouts(
         propagate,
         finding,
@@ -149,7 +151,7 @@ def passes(
         rates=rates if rates and rates.overlaps and transfers.time_decides else None,
     )
     return Passes(
-        before_choice=(InBlocks(), PadUneven()),
+        before_choice=(InBlocks(), PadUneven(), split),
         choice=ChoosePipelines(
             (
                 *layouts,

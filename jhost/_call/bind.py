@@ -20,7 +20,7 @@ from jhost._call.tracing import inside
 from jhost._call.whole import for_devices, note
 from jhost._jax import TracedCall, is_linearized
 from jhost._primitives import jhost_p
-from jhost.lowering.emit.program import spec_of
+from jhost.lowering.emit.program import specs_of
 from jhost.runtime.mesh import explicit_mesh, with_types
 
 
@@ -76,7 +76,7 @@ def bind(
         program = host_program(call_jaxpr, config)
         if explicit is not None:
             _, given = source.given.specs(traced)
-            specs = result_types(traced, given, map(spec_of, program.results))
+            specs = result_types(traced, given, specs_of(program, program.results))
             call = with_types(call, explicit, specs)
     return jax.tree.unflatten(traced.out_tree, call(*operands))
 

@@ -34,7 +34,9 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost.lowering.frontend.inline_calls import inline_plain_calls
+from jhost.lowering.ir.axis_parts import given_entries
 from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.rules.properties import MARKS
 from jhost.lowering.schedule.recompute.programs import hand_over_least
@@ -106,16 +108,20 @@ def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
     """
     made = laid_out(lean.first, config)
     whole = _marks_needed(lean.first) == _marks_needed(split.first)
-    given = made.params if whole else laid_out(split.first, config).params
+    given = made if whole else laid_out(split.first, config)
     read = _first_readers(split.first.eqns)
     invars = split.first.jaxpr.invars
     layouts: dict[int, Spec] = {}
     for operand, residual in enumerate(lean.residuals):
         if residual.result is not None:
-            layouts[operand] = spec_of(made.results[residual.result])
+            layouts[operand] = _spec(made, made.results[residual.result])
         elif residual.given is not None and invars[residual.given] in read:
-            layouts[operand] = spec_of(given[residual.given])
+            layouts[operand] = _spec(given, given.params[residual.given])
     return layouts
+
+
+def _spec(program: Program, buffer: Buffer) -> Spec:
+    return given_entries(buffer, program.mesh.shape)
 
 
 def _marks_needed(program: Any) -> int:
@@ -127,11 +133,6 @@ def _marks(eqns: Iterable[JaxprEqn]) -> int:
     held = (body for eqn in eqns for body in jaxprs_in_params(eqn.params))
     inside = sum(_marks(body.eqns) for body in held)
     return inside + sum(map(_is_mark, eqns))
-
-
-def spec_of(buffer: Buffer) -> Spec:
-    """The axes that shard each dim."""
-    return tuple(dim.axes for dim in buffer.dims)
 
 
 def _streams_of_results(split: Split, config: Config) -> Reached:

@@ -29,7 +29,7 @@ from jhost._tuning import Candidate, TunedProgram, TunedStream
 from jhost._tuning_holds import arguments_text
 from jhost.errors import first_line
 from jhost.lowering.cost.outcomes import GAIN, Outcome, left_out_text
-from jhost.lowering.emit.program import spec_of
+from jhost.lowering.emit.program import specs_of
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import all_marks, programs
 from jhost.lowering.ir.display_names import display_name
@@ -219,8 +219,8 @@ def _placed(
     """The operands laid out as a program wants them, so that no call moves them."""
     if not isinstance(mesh, Mesh):
         return tuple(operands)
-    pairs = zip(operands, program.params, strict=True)
-    return tuple(jax.device_put(x, NamedSharding(mesh, spec_of(p))) for x, p in pairs)
+    pairs = zip(operands, specs_of(program, program.params), strict=True)
+    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs)
 
 
 def _candidate(outcome: Outcome, times: Sequence[float]) -> Candidate:

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 
 from jhost._dtypes import bits, summed_in
+from jhost.lowering.emit.groups import over
+from jhost.lowering.ir.axis_parts import beside, given_axes
 from jhost.lowering.ir.ranks import AtRanks, Ranks
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.rules.reducers import COMBINE, Reducer
@@ -32,7 +34,7 @@ def reducer_of(stmt: Communicate) -> Reducer:
 
 def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
     """What the current device has in `stmt.out` when each has `x` in `stmt.source`."""
-    axes, devices = stmt.axes, ranks.extent(stmt.axes)
+    devices, among = ranks.extent(stmt.axes), over(stmt.axes, ranks)
     if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
         # Not new zeros: an offloaded value stays in the host's memory.
         return x.reshape(_shape_after(stmt, x.shape, devices))
@@ -40,23 +42,22 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
         return communicate(stmt, x.astype(carrier), ranks, shift).astype(x.dtype)
     match stmt.kind:
         case "AllGather":
-            return lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
+            return lax.all_gather(x, **among, axis=dim_of(stmt), tiled=True)
         case "AllReduce":
-            return _all_reduce(x, axes, reducer_of(stmt))
+            return _all_reduce(x, among, reducer_of(stmt))
         case "ReduceScatter":
-            return _reduce_scatter(x, axes, devices, dim_of(stmt), reducer_of(stmt))
+            return _reduce_scatter(x, among, devices, dim_of(stmt), reducer_of(stmt))
         case "AllToAll":
             # XLA:CPU (of JAX 0.10 to 0.12) refuses pieces with a dim of one element, if
             # it has made them one with equal pieces of others that lie otherwise.
             if 1 in x.shape or x.shape[dim_of(stmt)] == devices:
                 x = lax.optimization_barrier(x)
-            return lax.all_to_all(
-                x, axes, split_axis=stmt.dim, concat_axis=stmt.source_dim, tiled=True
-            )
+            dims = {"split_axis": stmt.dim, "concat_axis": stmt.source_dim}
+            return lax.all_to_all(x, **among, **dims, tiled=True)
         case "CollectivePermute":
-            return _permute(x, axes, ranks, shift)
+            return _permute(x, stmt.axes, ranks, shift)
         case "SwapAxes":
-            return _permute(x, axes, ranks, _to_mirrored(axes, ranks))
+            return _permute(x, stmt.axes, ranks, _to_mirrored(stmt.axes, ranks))
 
 
 def _carrier(dtype: Any) -> Any:
@@ -85,19 +86,19 @@ def _shape_after(
     return tuple(sizes)
 
 
-def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
+def _all_reduce(x: Any, among: Mapping[str, Any], reducer: Reducer) -> Any:
     if reducer == "sum":
-        return _widened(x, lambda x: lax.psum(x, axes))
+        return _widened(x, lambda x: lax.psum(x, **among))
     extremum = _EXTREMA.get(reducer)
     if extremum and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return _widened(x, lambda x: extremum(x, axes))
+            return _widened(x, lambda x: extremum(x, **among))
         # XLA:CPU and NCCL ignore NaN in a maximum of floats; `jnp.max` does not.
-        return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
+        return _from_ordered(extremum(_ordered(x, reducer), **among), x.dtype)
     # `lax` has no collective for the others, and XLA none for the order of complex
     # numbers: XLA:CPU refuses it, and XLA:GPU (of JAX 0.11) ends the process.  Ranks in
     # their order, so that all devices have the same bits.
-    return _reduced(lax.all_gather(x, axes, axis=0), reducer)
+    return _reduced(lax.all_gather(x, **among, axis=0), reducer)
 
 
 def _widened(x: Any, reduce: Callable[[Any], Any]) -> Any:
@@ -132,17 +133,17 @@ def _flipped(bits: Any) -> Any:
 
 def _reduce_scatter(
     x: Any,
-    axes: tuple[str, ...],
+    among: Mapping[str, Any],
     devices: int,
     dim: int,
     reducer: Reducer,
 ) -> Any:
     if reducer == "sum":
         return _widened(
-            x, lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+            x, lambda x: lax.psum_scatter(x, **among, scatter_dimension=dim, tiled=True)
         )
     # `lax` scatters sums alone: each device gets all terms of its part.
-    return _reduced(_exchange(x, axes, devices, dim), reducer)
+    return _reduced(_exchange(x, among, devices, dim), reducer)
 
 
 def _reduced(parts: Any, reducer: Reducer) -> Any:
@@ -150,10 +151,10 @@ def _reduced(parts: Any, reducer: Reducer) -> Any:
     return functools.reduce(COMBINE[reducer], list(parts))
 
 
-def _exchange(x: Any, axes: tuple[str, ...], devices: int, dim: int) -> Any:
+def _exchange(x: Any, among: Mapping[str, Any], devices: int, dim: int) -> Any:
     """This device's part of `dim` from every device, along a new dim 0."""
     shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
-    return lax.all_to_all(x.reshape(shape), axes, split_axis=dim, concat_axis=0)
+    return lax.all_to_all(x.reshape(shape), **among, split_axis=dim, concat_axis=0)
 
 
 def _permute(x: Any, axes: tuple[str, ...], ranks: Ranks, shift: AtRanks) -> Any:
@@ -163,10 +164,11 @@ def _permute(x: Any, axes: tuple[str, ...], ranks: Ranks, shift: AtRanks) -> Any
     """
     every = np.reshape(shift, np.shape(shift) or (1,) * len(ranks.shape))
     differs = dict(zip(ranks.sizes, every.shape, strict=True))
-    over = {a: n for a, n in ranks.sizes.items() if a in axes or differs[a] > 1}
-    among = Ranks(over)
-    at = np.squeeze(every, tuple(i for i, a in enumerate(ranks.sizes) if a not in over))
+    named = beside([a for a, n in differs.items() if a in axes or n > 1], ranks.sizes)
+    among = Ranks({axis: ranks.sizes[axis] for axis in named})
+    places = enumerate(ranks.sizes)
+    at = np.squeeze(every, tuple(i for i, a in places if a not in named))
     numbers = among.in_rows(axes, np.arange(among.count).reshape(among.shape))
     targets = np.take_along_axis(numbers, among.targets(axes, at), 0)
     pairs = zip(numbers.ravel().tolist(), targets.ravel().tolist(), strict=True)
-    return lax.ppermute(x, tuple(over), sorted(pairs))
+    return lax.ppermute(x, given_axes(named, named), sorted(pairs))

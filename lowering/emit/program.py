@@ -27,6 +27,7 @@ from jhost.lowering.emit.tied import last_work, made_in, products_of, tied
 from jhost.lowering.emit.views import Views
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
+from jhost.lowering.ir.axis_parts import given_entries
 from jhost.lowering.ir.machine import refuse_reshard
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
@@ -47,13 +48,16 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
     def on_device(*params: jax.Array) -> tuple[jax.Array, ...]:
         return _Emitter(program, sums_from_0=from_0).run(params)
 
-    ins, outs = map(spec_of, program.params), map(spec_of, program.results)
-    return shard_map(on_device, mesh, tuple(ins), tuple(outs))
+    ins, outs = specs_of(program, program.params), specs_of(program, program.results)
+    return shard_map(on_device, mesh, ins, outs)
 
 
-def spec_of(buffer: ir.Buffer) -> PartitionSpec:
-    """How the global array of a param or result is sharded."""
-    return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
+def specs_of(
+    program: Program, buffers: Iterable[ir.Buffer]
+) -> tuple[PartitionSpec, ...]:
+    """How the global arrays of some params or results are sharded."""
+    entries = (given_entries(buffer, program.mesh.shape) for buffer in buffers)
+    return tuple(PartitionSpec(*(axes or None for axes in each)) for each in entries)
 
 
 class _Emitter(Views):
@@ -234,7 +238,7 @@ class _Emitter(Views):
         value = communicate(stmt, source, self.ranks, shift)
         unsure = stmt.source.name not in self.never_negative
         if stmt.reducer == "sum" and self.sums_from_0 and unsure:
-            value = with_signs(value, source, stmt)
+            value = with_signs(value, source, stmt, self.ranks)
         self.write(stmt.out, value)
         if not self.order.depth:
             # Kept by the memory, since other names may reach it later.

@@ -14,7 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
+from jhost.lowering.emit.groups import axis_index, over
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Communicate, Compute, UnitEqn, walk
 
 
@@ -43,19 +45,19 @@ def _sums_up(unit_eqn: UnitEqn) -> bool:
     return bool(summed - rule.picked - rule.updates)
 
 
-def with_signs(total: Any, x: Any, stmt: Communicate) -> Any:
+def with_signs(total: Any, x: Any, stmt: Communicate, ranks: Ranks) -> Any:
     """`total`, a sum of the terms `x` from 0 on, as one of the terms alone."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = ((total.real, x.real), (total.imag, x.imag))
-        return lax.complex(*(with_signs(*part, stmt) for part in parts))
+        return lax.complex(*(with_signs(*part, stmt, ranks) for part in parts))
     if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
         return total
     # A sum is -0.0 only if no term is anything else.
     is_negative = jnp.signbit(x) & (x == 0)
-    signs = lax.pmin(is_negative.astype(np.int8), stmt.axes).astype(bool)
+    signs = lax.pmin(is_negative.astype(np.int8), **over(stmt.axes, ranks)).astype(bool)
     if stmt.kind == "ReduceScatter":
         assert stmt.dim is not None
         size = total.shape[stmt.dim]
-        start = lax.axis_index(stmt.axes) * size
+        start = axis_index(stmt.axes, ranks.sizes) * size
         signs = lax.dynamic_slice_in_dim(signs, start, size, stmt.dim)
     return jnp.where(signs, jnp.full_like(total, -0.0), total)

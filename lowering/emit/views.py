@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax import lax
-
 from jhost.lowering.emit.buffers import View, new_view
+from jhost.lowering.emit.groups import axis_index, rank_in
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import read_whole
@@ -63,7 +62,8 @@ class Views(Machine):
         if isinstance(value, int):
             return value
         # Only where ranks differ: XLA reads and writes static slices in place.
-        ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
+        sizes = self.ranks.sizes
+        ranks = {Rank(axis): axis_index(axis, sizes) for axis in sizes}
         loops = {LoopIndex(name): i for name, i in self.loops.items()}
         return evaluate(index, {**ranks, **loops})
 
@@ -71,4 +71,4 @@ class Views(Machine):
         at = chunk and ChunkAt.of(
             chunk, self.index(chunk.start), self.static(chunk.size)
         )
-        return Site(mesh=self.ranks.sizes, rank=lax.axis_index, chunk=at)
+        return Site(mesh=self.ranks.sizes, rank=rank_in(self.ranks.sizes), chunk=at)

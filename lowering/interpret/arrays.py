@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jhost.lowering.ir.axis_parts import given_entries
 from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Buffer
 
@@ -57,9 +58,8 @@ def joined(values: OnDevices, buffer: Buffer, ranks: Ranks, mesh: Mesh) -> jax.A
     """The global array of a result, spread over the mesh as its buffer says."""
     if not mesh.axis_names:
         return as_jax(values[0], buffer.dtype)
-    sharding = NamedSharding(
-        mesh, PartitionSpec(*(d.axes or None for d in buffer.dims))
-    )
+    entries = given_entries(buffer, ranks.sizes)
+    sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries)))
     sizes = zip(buffer.shape, buffer.dims, strict=True)
     shape = [size * ranks.extent(dim.axes) for size, dim in sizes]
     on_devices = zip(values, mesh.devices.flat, strict=True)

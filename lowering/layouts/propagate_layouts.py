@@ -137,7 +137,7 @@ def solve_program(
     key = (
         tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
         tuple(shardings.items()),
-        program.staying,
+        (program.staying, program.mesh),
         tuple(streamed.items()),
     )
     # A known solution keeps its statements alive, so ids in keys stay theirs.

@@ -14,6 +14,7 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of, traced_on_mesh, user_context
 from jhost.lowering.ir import zigzag
+from jhost.lowering.ir.axis_parts import given_axis
 from jhost.lowering.ir.index import Index, ranks
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.statements import Chunk, Unit, UnitEqn
@@ -181,13 +182,14 @@ def evaluate_unit(
     asked for come behind its results: `more`.
     """
     env: dict[Var, Any] = dict(zip(unit.invars, args, strict=True))
+    axes = tuple(dict.fromkeys(map(given_axis, site.mesh)))
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with user_context(eqn):
             # Not by its rule, which would make every device call.
             if has_callback(eqn):
-                outs = call_once(eqn, operands, tuple(site.mesh))
+                outs = call_once(eqn, operands, axes)
             elif unit_eqn.rule.opaque and traced_on_mesh(eqn):
                 outs = bind_in_place(eqn, operands)
             else:

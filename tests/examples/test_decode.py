@@ -24,15 +24,15 @@ SOFTMAX = LAYERS * 2 * (2 * BATCH * HEADS * FLOAT * (DEVICES - 1) // DEVICES)
 @pytest.fixture
 def check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str, int], None]:
-    """`check(by, moved)`: so many bytes move, and no key."""
+) -> Callable[[str, int, int], None]:
+    """`check(by, tokens, moved)`: each moves so many bytes, and no key."""
     monkeypatch.syspath_prepend(EXAMPLES)
     main: Any = runpy.run_path(str(EXAMPLES / "decode.py"))["main"]
 
-    def checked(by: str, moved: int) -> None:
-        explanation = main(["--cache", by, "--tokens", "16"])
+    def checked(by: str, tokens: int, moved: int) -> None:
+        explanation = main(["--cache", by, "--tokens", str(tokens)])
         out = capsys.readouterr().out
-        assert "100% of 32 tokens are those of `jax.jit`" in out
+        assert f"100% of {BATCH * tokens} tokens are those of `jax.jit`" in out
         (off,) = re.findall(r"caches differ by (\S+)", out)
         assert float(off) < 1e-5
         assert sum(row.bytes for row in explanation.communications) == moved
@@ -41,13 +41,13 @@ def check(
 
 
 def test_a_prompt_and_16_tokens_are_right_and_no_key_moves(
-    check: Callable[[str, int], None],
+    check: Callable[[str, int, int], None],
 ) -> None:
-    check("heads", SUMS + NEXT)
+    check("heads", 16, SUMS + NEXT)
 
 
 @pytest.mark.slow
-def test_nor_with_a_cache_of_other_positions_on_each_device(
-    check: Callable[[str, int], None],
+def test_nor_in_64_tokens_with_a_cache_of_other_positions_on_each_device(
+    check: Callable[[str, int, int], None],
 ) -> None:
-    check("positions", SUMS + NEXT + SOFTMAX)
+    check("positions", 64, SUMS + NEXT + SOFTMAX)

@@ -75,6 +75,7 @@ def test_the_passes_stand_in_order() -> None:
     assert [step.name for step in SEQUENCE] == [
         "in_blocks",
         "pad_uneven",
+        "split_axes",
         "choose_pipelines",
         "choose_layouts",
         "find_streams",

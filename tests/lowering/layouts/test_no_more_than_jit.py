@@ -83,6 +83,11 @@ def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.grad(lambda x: (fun(x) ** 2).sum())
 
 
+def in_four(x: Array) -> Array:
+    """The outer dim takes an axis and half of the next one."""
+    return jax.nn.softmax(x.reshape(4, -1, 64), axis=1).reshape(x.shape)
+
+
 def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: fun(x.reshape(8, -1))
 
@@ -111,6 +116,9 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (pulled(labelled), P(("a", "b"))),
         (pulled(chosen), P(("a", "b"))),
         (pulled(lambda x: jnp.pad(x, ((3, 3), (0, 0)), "reflect")), P(("a", "b"))),
+        (lambda x: jnp.sin(x.reshape(4, -1, 64)), P(None, ("a", "b"))),
+        (in_four, P(("a", "b"))),
+        (pulled(in_four), P(("a", "b"))),
         (a_row_each(lambda x: x[3::8]), P()),
         (a_row_each(lambda x: x.at[jnp.int32(x[0, 0])].set(x[7])), P(("a", "b"))),
     ],
@@ -119,6 +127,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
         "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
         "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",
+        "in four", "softmax in four", "softmax in four, pulled",
         "far apart, a row a device", "one row written, a row a device",
     ],
 )  # fmt: skip

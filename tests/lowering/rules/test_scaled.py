@@ -124,6 +124,33 @@ def test_blocks_and_rows_that_do_not_divide_are_padded(
     assert [kind for kind, _, _ in sent] == moved
 
 
+@pytest.mark.skipif(not lowers_on_cpu(), reason="not in this JAX on CPUs")
+@pytest.mark.parametrize("gradient", [False, True], ids=["value", "gradient"])
+def test_what_jax_quantizes_comes_narrow_too(gradient: bool) -> None:
+    """By `jax.nn.scaled_dot_general`, of rows over devices; what comes is narrow."""
+    config = jax.nn.get_scaled_dot_general_config("mxfp8")
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.scaled_dot_general(
+            x,
+            w,
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+            configs=[config] * 3,
+        )
+
+    def of_both(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.grad(lambda *both: product(*both).sum(), (0, 1))(x, w)
+
+    rows = P("tp")
+    x, w = integers(4 * BLOCK, 2 * BLOCK), integers(4 * BLOCK, 2 * BLOCK, seed=1)
+    outs = (rows, rows) if gradient else rows
+    moved = exact(of_both if gradient else product, x, w, **tp(4, (rows, rows), outs))
+    gathered = [size for kind, size, _ in moved if kind == "AllGather"]
+    narrow, scales = 3 * BLOCK * 2 * BLOCK, 3 * BLOCK * 2  # of three devices
+    assert gathered[:2] == [narrow, scales]
+
+
 def test_a_scale_for_all_of_a_dim_goes_with_every_part() -> None:
     x, w, _, of_w = operands()
 

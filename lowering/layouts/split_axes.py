@@ -1,0 +1,173 @@
+"""Split mesh axes where reshapes need a part of one.
+
+Over an axis of 4, `[8, d]` becomes `[2, 4, d]` without a transfer if the first new dim
+takes two of the devices, and the second the others.  No dim can take half of an axis,
+so the axis becomes two, and all passes see these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, TypeAlias
+
+from jax.sharding import AbstractMesh
+
+from jhost._jax import NO_LINE
+from jhost.lowering.ir.axis_parts import given_axes, is_part, with_parts
+from jhost.lowering.ir.bodies import all_marks, rebuilt, statements
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.marks import Mark, ShardMark, StreamRequest
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Compute
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
+from jhost.lowering.layouts.solve import Solution
+from jhost.lowering.rules.dim_rule import DimRule, Dims
+
+_PartSizes: TypeAlias = Mapping[str, Sequence[int]]
+"""The sizes of the parts of axes."""
+
+_GAIN = 2
+"""Axes are split if that divides the bytes that move at least by this."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitAxes:
+    """A program on the user's mesh -> one with axes in parts, if that moves less.
+
+    Parameters and results have layouts of the user's mesh, because only a program knows
+    its parts.  Axes `between` processes stay whole, and so do all in a program with
+    marks of streams, or with specs of its own.
+    """
+
+    name: ClassVar[str] = "split_axes"
+
+    propagate: PropagateLayouts
+    between: frozenset[str] = frozenset()
+
+    def apply(self, program: Program) -> Program:
+        """`program`, and the bodies in it, on a mesh with some axes split."""
+        sizes = self.sizes(program)
+        if not sizes:
+            return program
+        whole = self.propagate.solution(program)
+        if not whole.price.moved.all:
+            return program
+        split = self.on_parts(
+            program, whole, _MeshOfParts(*with_parts(program.mesh, sizes))
+        )
+        moved = self.propagate.solution(split).price.in_bytes.all
+        return split if _GAIN * moved <= whole.price.in_bytes.all else program
+
+    def on_parts(
+        self, program: Program, whole: Solution, parts: _MeshOfParts
+    ) -> Program:
+        """`program` on parts, with layouts of its ends that the user's mesh has.
+
+        Where it would have others, they are those of the solution without parts.
+        """
+        program = parts.program(program)
+        layouts = self.propagate.solution(program).layouts
+        ends = {b.name: layouts[b.name] for b in (*program.params, *program.results)}
+        for name, layout in ends.items():
+            if not parts.is_given(layout):
+                ends[name] = tuple(map(parts.of, whole.layouts[name]))
+        return _with_ends(program, ends)
+
+    def sizes(self, program: Program) -> _PartSizes:
+        """The parts that dims of reshapes could take."""
+        mesh = dict(program.mesh.shape)
+        rules = [*_rules(program)]
+        if any(rule.pinned is not None for rule in rules) or any(map(is_part, mesh)):
+            return {}
+        if any(isinstance(mark, StreamRequest) for mark in all_marks(program)):
+            return {}
+        steps = {n for rule in rules if rule.inner for n in _outer_steps(rule)}
+        found = {
+            axis: _in_parts(size, _divisors(size, steps, mesh))
+            for axis, size in mesh.items()
+            if axis not in self.between
+        }
+        return {axis: parts for axis, parts in found.items() if len(parts) > 1}
+
+
+def _rules(program: Program) -> Iterator[DimRule]:
+    for stmt in statements(program):
+        if isinstance(stmt, Compute):
+            yield from (unit_eqn.rule for unit_eqn in stmt.unit.eqns)
+
+
+def _outer_steps(rule: DimRule) -> Iterator[int]:
+    """The steps of factors that have others inside of them."""
+    every: Sequence[Dims] = (*rule.operands, *rule.results)
+    for mapped in itertools.chain.from_iterable(every):
+        while mapped is not None and mapped.inside is not None:
+            yield rule.sizes[mapped.factor]
+            mapped = mapped.inside
+
+
+def _divisors(size: int, steps: set[int], mesh: Mapping[str, int]) -> list[int]:
+    """How many devices of an axis of that size could share steps.
+
+    Other axes may share them first.
+    """
+    others = {1, *mesh.values()}
+    left = {n // other for n in steps for other in others if n % other == 0}
+    found = {math.gcd(n, size) for n in left}
+    return sorted(n for n in found if 1 < n < size)
+
+
+def _in_parts(size: int, divisors: Sequence[int]) -> tuple[int, ...]:
+    """Parts that have products of all `divisors`, of those that divide each other."""
+    parts, taken = list[int](), 1
+    for divisor in (*divisors, size):
+        if divisor % taken == 0:
+            parts.append(divisor // taken)
+            taken = divisor
+    return tuple(parts)
+
+
+# --- The program on parts ----------------------------------------------------------- #
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _MeshOfParts:
+    """A mesh of parts, and which of them an axis is."""
+
+    mesh: AbstractMesh
+    by_axis: Mapping[str, tuple[str, ...]]
+
+    def program(self, program: Program) -> Program:
+        """A program, with the bodies in it, on the mesh of parts."""
+
+        def on_parts(each: Program) -> Program:
+            marks = tuple(map(self.mark, each.marks))
+            return dataclasses.replace(each, mesh=self.mesh, marks=marks)
+
+        return rebuilt(program, on_parts)
+
+    def mark(self, mark: Mark) -> Mark:
+        if not isinstance(mark, ShardMark):
+            return mark
+        spec = tuple(axes and self.of(axes) for axes in mark.spec)
+        return dataclasses.replace(mark, spec=spec)
+
+    def of(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(part for a in axes for part in self.by_axis.get(a, (a,)))
+
+    def is_given(self, layout: Layout) -> bool:
+        """Whether the user's mesh has a layout."""
+        names = self.mesh.axis_names
+        return all(given_axes(axes, names) is not None for axes in layout)
+
+
+def _with_ends(program: Program, layouts: Mapping[str, Layout]) -> Program:
+    """`program` with those layouts of its parameters and results."""
+    said = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
+    marks = [mark for mark in program.marks if mark not in said.values()]
+    for name, layout in layouts.items():
+        where = said[name].where if name in said else NO_LINE
+        said[name] = ShardMark(buffer=name, spec=layout, where=where)
+    return dataclasses.replace(program, marks=(*marks, *said.values()))
