@@ -19,6 +19,7 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
+from jhost.lowering.loops.edges import halos_in, have_edges_in_time, whole_windows
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.loops.skewed import SkewedLoop
@@ -72,6 +73,7 @@ class LoopBuilder:
             for choice in choices.values()
             for number, part in choice.participations.items()
         }
+        self.halos = halos_in(graph, lambda node: self.participations.get(id(node)))
         self.back = {
             gather: of_sum
             for choice in choices.values()
@@ -133,7 +135,12 @@ class LoopBuilder:
         # needs a loop of its own.
         if gathers_again(joining, group):
             return False
-        return all(self.aligned(maker, user) for maker in group for user in joining)
+        if not all(self.aligned(maker, user) for maker in group for user in joining):
+            return False
+        choice = self.choices[self.participation(group[0]).stream]
+        return not self.halos or have_edges_in_time(
+            (*group, *joining), self.halos, choice.owners(self.mesh)
+        )
 
     def aligned(self, maker: Node, user: Node) -> bool:
         """Whether `user` reads what `maker` writes in the same chunks."""
@@ -260,6 +267,7 @@ class LoopBuilder:
         if choice.pipeline == "collective":
             return CollectiveLoop(spec)
         if all(self.participation(node).ratio == 1 for node in group):
+            self.notes += whole_windows(group, self.halos)
             return None  # no transfer moves a chunk
         works = any(isinstance(node.stmt, Compute) for node in group)
         if not (works or choice.by_name):

@@ -111,7 +111,7 @@ class ChunkLoop(abc.ABC):
     def node(self, node: Node) -> None:
         """Append `node`, working on a chunk."""
         part = self.spec.participation(node)
-        ins = [self.read(b, part.reads.get(i)) for i, b in enumerate(node.reads)]
+        ins = [self.operand(node, i, part) for i in range(len(node.reads))]
         match node.stmt:
             case ir.Compute() as stmt:
                 self.compute(node, stmt, ins)
@@ -171,6 +171,10 @@ class ChunkLoop(abc.ABC):
             self.body.append(ir.Set(out=out, source=alias))
 
     # --- Buffers -------------------------------------------------------------- #
+
+    def operand(self, node: Node, number: int, part: Participation) -> ir.Buffer:
+        """What a node reads of one of its operands in an iteration."""
+        return self.read(node.reads[number], part.reads.get(number))
 
     def read(self, buffer: ir.Buffer, access: Access | None) -> ir.Buffer:
         """The operand in an iteration: whole, a chunk made here, or an alias."""

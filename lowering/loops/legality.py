@@ -16,6 +16,7 @@ from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute
 from jhost.lowering.loops.pipelining import Pipelining, Ways, off, owners_along
+from jhost.lowering.streams.halos import halos_of, reads_others
 from jhost.lowering.streams.participation import Participation
 
 DEFAULT_CHUNKS = 4
@@ -50,7 +51,7 @@ def choose_pipeline(
     else:
         return off(mark.reason or "auto, but jhost has no rates of the devices")
     _check_count(mark, count, extent)
-    return _collective(mark, count, reason, extent, parts)
+    return _collective(mark, count, reason, extent, graph, parts)
 
 
 def _collective(
@@ -58,6 +59,7 @@ def _collective(
     count: int,
     reason: str,
     extent: int,
+    graph: Sequence[Node],
     parts: Mapping[int, Participation],
 ) -> Pipelining:
     """Chunks of one size, except the last; there may be fewer than `count` of them."""
@@ -68,10 +70,19 @@ def _collective(
         reason = f"{fewer}; {mark.reason}" if mark.reason else fewer
     if chunks == 1:
         return off("one chunk needs no loop")
+    # Elements beside a slice of each shard are in other iterations.
+    kept = {n: part for n, part in parts.items() if not _reach(graph[n], part)}
+    if parts and not kept:
+        reasons = (reads_others(graph[n].stmt) for n in parts)
+        raise errors.PipelineError(
+            "A collective pipeline has no elements of other chunks. Mark a value "
+            'before or after, or ask for pipeline="p2p".',
+            [f"axis={mark.dim} at {mark.where}: {each}" for each in reasons],
+        )
     return Pipelining(
         spec=dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks),
         reason=reason,
-        participations=parts,
+        participations=kept,
         fewer="" if mark.reason else fewer,  # nobody asked for what jhost chose
     )
 
@@ -129,6 +140,13 @@ def _p2p(
     # its transfers.
     if asked.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
+    # A step keeps the edges of its chunk for the next, which has the shard beside it.
+    edges = len(ways) == 1 and count == devices
+    kept = {
+        number: part
+        for number, part in kept.items()
+        if _reach(graph[number], part) <= (part.steps if edges else 0)
+    }
     source = "one a device" if len(ways) == 1 else f"moved over {' and '.join(axes)}"
     source = source if asked.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
@@ -146,6 +164,12 @@ def _p2p(
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
         fewer="" if mark.reason else fewer,
     )
+
+
+def _reach(node: Node, part: Participation) -> int:
+    """How far windows of a chunk reach into a chunk beside it."""
+    halos = halos_of(node.stmt, part.factor).values()
+    return max((halo.most for halo in halos), default=0)
 
 
 def _no_multiple(

@@ -29,6 +29,7 @@ from jhost.lowering.loops.wishes import (
     without_wishes,
 )
 from jhost.lowering.rules.collectives import written_in
+from jhost.lowering.streams.halos import halos_of, reads_others
 from jhost.lowering.streams.participation import Access, participation_of
 from jhost.lowering.streams.plan import plan_program
 from jhost.lowering.streams.stream_plan import StreamPlan
@@ -67,7 +68,15 @@ class PlannedStreams:
             stream_report(f"s{number}", mark, 1, off("off, as asked"))
             for number, mark in enumerate(left_out, start=len(marks))
         ]
-        return [*reports, *unmet_notes(asked), *stop_notes(self.graph, self.plan)]
+        stops = stop_notes(self.graph, self.plan)
+        return [*reports, *unmet_notes(asked), *stops, *self.left_windows()]
+
+    def left_windows(self) -> Iterator[Note]:
+        """Notes on what reads in windows, and no chunk of a pipeline has these."""
+        for number, part in self.plan.participations.items():
+            node, made = self.graph[number], self.made[part.stream].participations
+            if made and number not in made and halos_of(node.stmt, part.factor):
+                yield stop_note(node, reads_others(node.stmt))
 
 
 def planned(program: Program, strict: bool) -> PlannedStreams:
@@ -251,5 +260,10 @@ def stop_notes(graph: Graph, plan: StreamPlan) -> Iterator[Note]:
     """Where streams stopped, and why."""
     for number, reason in plan.declined.items():
         if number not in plan.participations:
-            values = tuple(buffer.name for buffer in graph[number].writes)
-            yield Note(form=f"streams stop before {{}}: {reason}", values=values)
+            yield stop_note(graph[number], reason)
+
+
+def stop_note(node: Node, reason: str) -> Note:
+    """A note that streams stop before a node."""
+    values = tuple(buffer.name for buffer in node.writes)
+    return Note(form=f"streams stop before {{}}: {reason}", values=values)

@@ -95,7 +95,7 @@ class Shard(Protocol):
         ...
 
     def parts(self, factor: int) -> int:
-        """The number of devices that `factor` is spread over."""
+        """The number of parts of this size, over devices and in a loop over chunks."""
         ...
 
     @property
@@ -242,10 +242,10 @@ class DimRule:
         """The factors that no loop cuts, because a chunk would cost as much as all.
 
         Every chunk of a table is asked for every index, and every chunk of updates
-        makes a value as large as the table.  A chunk of steps that read windows needs
-        elements of other chunks.  Of inner steps a chunk has some in each outer step.
+        makes a value as large as the table.  Of inner steps a chunk has some in each
+        outer step.
         """
-        return self.picked | self.updates | self.windowed | self.inner
+        return self.picked | self.updates | self.inner
 
     def _windowed(self) -> Iterator[int]:
         for dims in self.operands:

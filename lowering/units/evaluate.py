@@ -122,8 +122,10 @@ class EqnShard:
         return by_rank or bool(self.unit_eqn.axes[factor])
 
     def parts(self, factor: int) -> int:
-        """The number of devices that `factor` is spread over."""
-        return axes_size(self.unit_eqn.axes[factor], self.site.mesh)
+        """The number of parts of this size, over devices and in a loop over chunks."""
+        devices, chunk = self._devices(factor), self._chunk(factor)
+        chunks = 1 if chunk is None else -(-chunk.extent // (chunk.size or 1))
+        return devices * chunks
 
     @property
     def zigzag(self) -> int:
@@ -161,7 +163,10 @@ class EqnShard:
         return self.site.chunk if factor == self.unit_eqn.stream else None
 
     def _local(self, factor: int) -> int:
-        return self.unit_eqn.rule.sizes[factor] // self.parts(factor)
+        return self.unit_eqn.rule.sizes[factor] // self._devices(factor)
+
+    def _devices(self, factor: int) -> int:
+        return axes_size(self.unit_eqn.axes[factor], self.site.mesh)
 
     def _unit(self, factor: int, chunk: ChunkAt) -> int:
         """How many steps of `factor` one step of the loop's extent is."""

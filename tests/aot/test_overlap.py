@@ -339,6 +339,24 @@ def test_swiglu_block_both_ways(tp: Mesh, case: Case) -> None:
 
 
 @outer_jit
+@each(p2p=Case(P2P, 36, PERMUTES_12))
+def test_causal_convolution_both_ways(tp: Mesh, case: Case) -> None:
+    """Between two products, with a gate: a chunk keeps its last rows for the next."""
+
+    def f(
+        x: jax.Array, up: jax.Array, gate: jax.Array, taps: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        hidden = x @ up
+        rows = (jnp.pad(hidden, ((n, 0), (0, 0)))[:TOKENS] for n in range(4))
+        mixed = sum(tap * each for tap, each in zip(taps, rows, strict=True))
+        return jhost.stream(mixed * (x @ gate) @ down, 0)
+
+    shapes = (TOKENS, MODEL), *[(MODEL, HIDDEN)] * 2, (4, HIDDEN), (HIDDEN, MODEL)
+    specs = ROW, COLUMN, COLUMN, COLUMN, ROW
+    check_both_ways(tp, case, f, shapes, specs, ROW)
+
+
+@outer_jit
 @each(p2p=Case(P2P, 24, PERMUTES_12))
 def test_all_to_all_and_experts_both_ways(tp: Mesh, case: Case) -> None:
     """x goes and y comes back, dy goes and dx comes back."""

@@ -1,0 +1,68 @@
+"""What a chunk reads beyond its own elements: a few of the chunks beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.statements import Compute, Stmt
+from jhost.lowering.rules.reads import WindowReads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkHalo:
+    """How many elements of the chunks before and after a chunk reads along a dim.
+
+    If one of them is negative, the chunk does not read so many of its own.
+    """
+
+    dim: int
+    before: int
+    after: int
+
+    @property
+    def most(self) -> int:
+        """The most elements that it reads of one neighbour."""
+        return max(self.before, self.after)
+
+
+def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
+    """The halos of chunks of a factor, by operand."""
+    if not isinstance(stmt, Compute):
+        return {}
+    return {
+        operand: ChunkHalo(dim, -reads.first, reads.first + reads.extent - 1)
+        for operand, dim, reads in _windows(stmt, factor)
+    }
+
+
+def reads_others(stmt: Stmt) -> str:
+    """Why a stream ends before a computation that reads in windows."""
+    assert isinstance(stmt, Compute)
+    (unit_eqn,) = stmt.unit.eqns
+    return f"{unit_eqn.eqn.primitive.name} reads elements of other chunks"
+
+
+def reads_neighbours(stmt: Compute, factor: int) -> bool:
+    """Whether chunks of a factor with windows are chunks of each operand, with halos.
+
+    They are if step i reads around element i, and a device has the dim whole.
+    """
+    (unit_eqn,) = stmt.unit.eqns
+    if unit_eqn.axes[factor] or unit_eqn.rule.reducers[factor] is not None:
+        return False
+    steps = unit_eqn.rule.sizes[factor]
+    return all(
+        reads.stride == reads.dilation == 1 and stmt.ins[operand].shape[dim] == steps
+        for operand, dim, reads in _windows(stmt, factor)
+    )
+
+
+def _windows(
+    stmt: Compute, factor: int | None
+) -> Iterator[tuple[int, int, WindowReads]]:
+    for operand, dims in enumerate(operand_maps(stmt)):
+        for dim, mapped in enumerate(dims):
+            if mapped and mapped.factor == factor and mapped.reads is not None:
+                yield operand, dim, mapped.reads

@@ -1,0 +1,295 @@
+"""Loops whose chunks read a few elements of the chunks beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.errors import ChunksError, PipelineError
+from tests import budget, finding, sums
+from tests.jhost.derived import backward
+from tests.lowering.on_mesh import every_size, exact, on, on_streams, program_of, tp
+from tests.lowering.traced import array, loops, notes, work
+
+Array: TypeAlias = jax.Array
+Mix: TypeAlias = Callable[[Array, Array], Array]
+
+INS = P("tp"), P(None, "tp"), P(None, "tp"), P("tp")
+SPECS = INS, P("tp")
+
+
+def convolution(before: int, after: int, dilation: int = 1) -> Mix:
+    """Each feature by itself: a row sees so many rows before it, and after it."""
+
+    def mix(x: Array, taps: Array) -> Array:
+        return lax.conv_general_dilated(
+            x[None],
+            taps[: (before + after) // dilation + 1, None],
+            window_strides=(1,),
+            padding=[(before, after)],
+            rhs_dilation=(dilation,),
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=x.shape[1],
+        )[0]
+
+    return mix
+
+
+def shifts(before: int, after: int) -> Mix:
+    """A convolution written out, with a shift of all rows for each tap."""
+
+    def mix(x: Array, taps: Array) -> Array:
+        def shifted(n: int) -> Array:
+            return jnp.pad(x, ((before, after), (0, 0)))[n : n + len(x)]
+
+        each = (tap * shifted(n) for n, tap in enumerate(taps[: before + after + 1]))
+        return sum(each, jnp.zeros_like(x))
+
+    return mix
+
+
+def slices(before: int, after: int) -> Mix:
+    """A convolution written out, of slices of what is padded once."""
+
+    def mix(x: Array, taps: Array) -> Array:
+        padded = jnp.pad(x, ((before, after), (0, 0)))
+        rows = [padded[n : n + len(x)] for n in range(before + after + 1)]
+        each = (tap * row for tap, row in zip(taps, rows, strict=False))
+        return sum(each, jnp.zeros_like(x))
+
+    return mix
+
+
+def pooling(before: int, after: int) -> Mix:
+    def mix(x: Array, taps: Array) -> Array:
+        window, pads = (before + after + 1, 1), [(before, after), (0, 0)]
+        return lax.reduce_window(x, -jnp.inf, lax.max, window, (1, 1), pads) * taps[0]
+
+    return mix
+
+
+causal = convolution(2, 0)
+
+
+def block(mix: Mix, **mark: Any) -> Callable[..., Array]:
+    """A product, a mix of neighbouring rows, a gate, and a product."""
+
+    def f(x: Array, up: Array, taps: Array, down: Array) -> Array:
+        hidden = x @ up
+        return jhost.stream(mix(hidden, taps) * hidden @ down, 0, **mark)
+
+    return f
+
+
+def operands(rows: int, taps: int = 9) -> tuple[Array, ...]:
+    shapes = (rows, 4), (4, 8), (taps, 8), (8, 4)
+    return tuple(array(*shape, seed=seed) for seed, shape in enumerate(shapes))
+
+
+def weighted(f: Callable[..., Array]) -> Callable[..., Array]:
+    """A loss whose cotangents differ from row to row, and are small integers."""
+
+    def loss(x: Array, *weights: Array) -> Array:
+        y = f(x, *weights)
+        return jnp.sum(y * jhost.shard(x[:, :1] % 3, P("tp")))
+
+    return loss
+
+
+def gradients(f: Callable[..., Array]) -> Callable[..., Any]:
+    return jax.grad(weighted(f), (0, 1, 2, 3))
+
+
+# --- What is in one loop ------------------------------------------------------------ #
+
+
+@every_size
+@pytest.mark.parametrize(
+    "mix",
+    [causal, convolution(0, 2), shifts(2, 0)],
+    ids=["before", "after", "shifts"],
+)
+def test_a_window_to_one_side_is_in_the_loop_of_both_products(
+    devices: int, mix: Mix
+) -> None:
+    program = exact(
+        block(mix, pipeline="p2p"), *operands(8 * devices), **tp(devices, *SPECS)
+    )
+    (loop,) = loops(program)
+    words = work(loop.body)
+    assert words[0] == words[-1] == "CollectivePermute"
+    assert words.count("dot_general") == 2
+    assert {"conv_general_dilated", "pad"} & {*words}
+    assert not notes(program, "streams stop")
+
+
+@pytest.mark.parametrize("mix", [causal, shifts(2, 0)], ids=["convolution", "shifts"])
+def test_a_backward_takes_the_steps_the_other_way_round(mix: Mix) -> None:
+    """A row's cotangent comes of the rows behind it."""
+    f, args = block(mix, pipeline="p2p"), operands(32)
+    exact(gradients(f), *args, **tp(4, INS, INS))
+    forward, back = backward(jhost.jit(f, **tp(4, *SPECS)), *args)
+    for program, products in (forward, 2), (back, 4):
+        (loop,) = loops(program)
+        assert work(loop.body).count("dot_general") == products
+        assert "window" in work(loop.body)
+
+
+def test_windows_to_both_sides_are_in_a_loop_over_two_devices_alone() -> None:
+    f = block(convolution(1, 1), pipeline="p2p")
+    assert len(loops(exact(f, *operands(8), **tp(2, *SPECS)))) == 1
+    program = exact(f, *operands(16), **tp(4, *SPECS))
+    assert len(loops(program)) == 2
+    (stop,) = notes(program, "streams stop")
+    assert "conv_general_dilated reads elements of other chunks" in stop
+
+
+def test_a_stream_ends_at_a_window_that_is_wider_than_a_chunk() -> None:
+    f = block(convolution(5, 0), pipeline="p2p")
+    program = exact(f, *operands(16), **tp(4, *SPECS))
+    assert len(loops(program)) == 2
+    (stop,) = notes(program, "streams stop")
+    assert "conv_general_dilated reads elements of other chunks" in stop
+
+
+def test_of_two_windows_in_a_row_each_has_a_loop() -> None:
+    """The first makes the device's own chunk last, and the second needs it first."""
+
+    def twice(x: Array, taps: Array) -> Array:
+        return causal(causal(x, taps), taps)
+
+    program = exact(block(twice, pipeline="p2p"), *operands(32), **tp(4, *SPECS))
+    for loop in loops(program):
+        assert work(loop.body).count("conv_general_dilated") == 1
+    assert len(loops(program)) == 2
+
+
+def test_a_shard_in_pieces_has_its_windows_between_two_loops() -> None:
+    f = block(causal, pipeline="p2p", chunks=8)
+    program = exact(f, *operands(32), **tp(4, *SPECS))
+    assert not any("conv_general_dilated" in work(loop.body) for loop in loops(program))
+    assert len(notes(program, "streams stop")) == 1
+
+
+def test_no_collective_pipeline_has_windows() -> None:
+    f = block(causal, pipeline="collective", chunks=2)
+    program = exact(f, *operands(32), **tp(4, *SPECS))
+    assert len(notes(program, "streams stop")) == 1
+
+    def alone(x: Array) -> Array:
+        x = lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), [(2, 0), (0, 0)])
+        return jhost.stream(x, 0, chunks=2)
+
+    with pytest.raises(PipelineError, match="reads elements of other chunks"):
+        program_of(alone, array(8, 4), **tp(1, P(), P()))
+
+
+def test_streams_that_nobody_marked_go_through_windows() -> None:
+    def f(x: Array, up: Array, taps: Array, down: Array) -> Array:
+        hidden = x @ up
+        return causal(hidden, taps) * hidden @ down
+
+    with finding.everywhere():
+        program = exact(f, *operands(32), **tp(4, *SPECS))
+    (loop,) = loops(program)
+    assert "conv_general_dilated" in work(loop.body)
+
+
+# --- All is exact ------------------------------------------------------------------- #
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> tuple[Mix, int]:
+    """A mix of neighbouring rows, and the taps that it has."""
+    before, after = draw(st.integers(0, 4)), draw(st.sampled_from([0, 0, 1, 3]))
+    if draw(st.booleans()):
+        before, after = after, before
+    made = draw(st.sampled_from([convolution, shifts, slices, pooling]))
+    if made is convolution and draw(st.booleans()):
+        return convolution(2 * before, 2 * after, 2), before + after + 1
+    return made(before, after), before + after + 1
+
+
+@given(
+    devices=st.sampled_from([2, 4]),
+    rows=st.integers(1, 6),
+    uneven=st.integers(0, 1),
+    mix=mixes(),
+    queues=st.integers(1, 3),
+    derived=st.booleans(),
+    place=st.sampled_from(["in chunks", "whole", "beside transfers"]),
+    marks=st.fixed_dictionaries(
+        {"chunks": st.sampled_from([None, 4]), "pipeline": st.just("p2p")}
+    ),
+)
+@settings(max_examples=budget.examples(20))
+def test_windows_of_chunks_are_exact(
+    devices: int,
+    rows: int,
+    uneven: int,
+    mix: tuple[Mix, int],
+    queues: int,
+    derived: bool,
+    place: Any,
+    marks: dict[str, Any],
+) -> None:
+    """Of any reach, also wider than a chunk, and with rows that do not divide."""
+    made, taps = mix
+    f = block(made, **marks)
+    args = operands(devices * rows, taps)
+
+    def cut(x: Array, *weights: Array) -> Array:
+        y = f(x[: len(x) - uneven], *weights)
+        return jnp.pad(y, ((0, uneven), (0, 0)))
+
+    with on_streams(queues), sums.standing(place):
+        try:
+            if derived:
+                exact(gradients(cut), *args, **tp(devices, INS, INS))
+            else:
+                exact(cut, *args, **tp(devices, *SPECS))
+        except ChunksError:
+            assert marks["chunks"] is not None
+
+
+def test_in_a_loop_whose_iterations_overlap() -> None:
+    """Each goes a stage ahead of the next, and hides a gather along another axis."""
+
+    def f(x: Array, up: Array, taps: Array, down: Array) -> Array:
+        hidden = jnp.abs(jhost.shard(x @ up, P(None, "dp")))
+        mixed = causal(jhost.shard(hidden, P(None, None)), taps)
+        return jhost.stream(mixed @ down, 0, pipeline="p2p")
+
+    specs = (P("tp"), P(None, "dp"), P(), P(None, "dp")), P(None, "dp")
+    program = exact(f, *operands(32), **on({"tp": 4, "dp": 2}, *specs))
+    (loop,) = loops(program)
+    assert "conv_general_dilated" in work(loop.body)
+    assert loop.order
+
+
+def test_in_a_scan_over_layers() -> None:
+    def f(x: Array, *weights: Array) -> Array:
+        def layer(x: Array, each: tuple[Array, ...]) -> tuple[Array, None]:
+            y = block(causal, pipeline="p2p")(x, *each)
+            return jhost.shard(jnp.where(jnp.abs(y) < 9, y, 1), P("tp")), None
+
+        return lax.scan(layer, x, weights)[0]
+
+    x, *each = operands(32, 3)
+    stacked = [jnp.stack([w, w + 1]) for w in each]
+    specs = P("tp"), *(P(None, *spec) for spec in INS[1:])
+    exact(gradients(f), x, *stacked, **tp(4, specs, specs))
+    exact(
+        jax.vmap(f, (0, None, None, None)),
+        x[None],
+        *stacked,
+        **tp(4, (None, *specs[1:]), None),
+    )
