@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any
 
 from jax import lax
@@ -16,6 +17,16 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.units.evaluate import ChunkAt, Site
 
 
+class OwnRanks(dict[Index, Any]):
+    """The device's rank along each axis that an index asks for, traced once."""
+
+    def __missing__(self, index: Index) -> Any:
+        if not isinstance(index, Rank):
+            raise KeyError(index)
+        rank = self[index] = lax.axis_index(index.axis)
+        return rank
+
+
 class Views(Machine):
     """The views of a program's buffers, by their names."""
 
@@ -23,6 +34,7 @@ class Views(Machine):
         super().__init__(program.mesh.shape)
         self.read_whole = read_whole(program)
         self.views: dict[str, View] = {}
+        self.own_ranks = OwnRanks()
 
     def new(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> View:
         whole = buffer.name in self.read_whole
@@ -63,9 +75,8 @@ class Views(Machine):
         if isinstance(value, int):
             return value
         # Only where ranks differ: XLA reads and writes static slices in place.
-        ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
         loops = {LoopIndex(name): i for name, i in self.loops.items()}
-        return evaluate(index, {**ranks, **loops})
+        return evaluate(index, ChainMap(loops, self.own_ranks))
 
     def site(self, chunk: ir.Chunk | None) -> Site:
         at = chunk and ChunkAt.of(
