@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jhost.lowering.emit.groups import axis_index, over
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.statements import Communicate, Compute, UnitEqn, walk
+from jhost.lowering.ir.statements import Communicate, Compute, Set, UnitEqn, walk
 
 
 def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
@@ -28,15 +28,24 @@ def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def never_negative_zero(program: Program) -> frozenset[str]:
-    """The buffers to which computations only write sums that begin with 0."""
-    made: dict[str, bool] = {}
+    """The buffers to which only sums that begin with 0 are written, or moved."""
+    found: set[str] = set()
+    others: set[str] = set()
+    moves: list[tuple[str, str]] = []
     for stmt in walk(program.body):
-        if isinstance(stmt, Compute):
+        if isinstance(stmt, Communicate | Set):
+            # A gradient may be scattered over one axis and then summed over another.
+            moves.append((stmt.source.name, stmt.out.name))
+            found.add(stmt.out.name)
+        elif isinstance(stmt, Compute):
             makers = {id(v): each for each in stmt.unit.eqns for v in each.eqn.outvars}
             for var, out in zip(stmt.unit.outvars, stmt.outs, strict=True):
                 is_sum = id(var) in makers and _sums_up(makers[id(var)])
-                made[out.name] = made.get(out.name, True) and is_sum
-    return frozenset(name for name, is_sum in made.items() if is_sum)
+                (found if is_sum else others).add(out.name)
+    found -= others
+    while more := {out for source, out in moves if source not in found} & found:
+        found -= more
+    return frozenset(found)
 
 
 def _sums_up(unit_eqn: UnitEqn) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 from jhost.lowering.emit.buffers import View, new_view
@@ -15,6 +17,20 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.units.evaluate import ChunkAt, Site
 
 
+class OwnRanks(dict[Index, Any]):
+    """The device's rank along each axis that an index asks for, traced once."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def __missing__(self, index: Index) -> Any:
+        if not isinstance(index, Rank):
+            raise KeyError(index)
+        rank = self[index] = axis_index(index.axis, self.sizes)
+        return rank
+
+
 class Views(Machine):
     """The views of a program's buffers, by their names."""
 
@@ -22,6 +38,7 @@ class Views(Machine):
         super().__init__(program.mesh.shape)
         self.read_whole = read_whole(program)
         self.views: dict[str, View] = {}
+        self.own_ranks = OwnRanks(self.ranks.sizes)
 
     def new(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> View:
         whole = buffer.name in self.read_whole
@@ -62,10 +79,8 @@ class Views(Machine):
         if isinstance(value, int):
             return value
         # Only where ranks differ: XLA reads and writes static slices in place.
-        sizes = self.ranks.sizes
-        ranks = {Rank(axis): axis_index(axis, sizes) for axis in sizes}
         loops = {LoopIndex(name): i for name, i in self.loops.items()}
-        return evaluate(index, {**ranks, **loops})
+        return evaluate(index, ChainMap(loops, self.own_ranks))
 
     def site(self, chunk: ir.Chunk | None) -> Site:
         at = chunk and ChunkAt.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jhost
 from tests.lowering.on_mesh import tp
@@ -104,3 +105,32 @@ def test_chunks_of_one_row_have_them_too(pipeline: str) -> None:
     given = jhost.jit(function, **tp(4, P("tp"), P("tp"), pipeline=pipeline))(x)
     wanted = jax.jit(function)(x)
     np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+
+
+def collectives(function: Callable[..., Any], x: Any, spec: P, out: P) -> list[str]:
+    """The collectives of a function over two mesh axes, and its questions of rank."""
+    mesh = jax.make_mesh((2, 2), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    shardings = NamedSharding(mesh, spec), NamedSharding(mesh, out)
+    call = jhost.jit(function, in_shardings=shardings[:1], out_shardings=shardings[1])
+    names = r"stablehlo\.(all_reduce|reduce_scatter|partition_id)"
+    return sorted(re.findall(names, call.lower(x).as_text()))
+
+
+def test_a_gradient_over_two_axes_takes_no_collective_for_its_signs() -> None:
+    made = collectives(
+        lambda x: x.T @ x, jnp.ones((8, 4)), P(("dp", "fsdp")), P("fsdp")
+    )
+    assert made == ["all_reduce", "reduce_scatter"]
+
+
+def test_signs_of_a_sum_of_rows_take_a_collective_over_each_axis() -> None:
+    """What is summed first may be -0.0, and so may the sum over the other axis."""
+    made = collectives(
+        lambda x: x[np.array([0, 3])] * -1, jnp.ones((8, 4)), P(("dp", "fsdp")), P()
+    )
+    assert made.count("all_reduce") % 2 == 0
+
+
+def test_a_device_asks_for_its_rank_once() -> None:
+    made = collectives(lambda x: (x * 2, x * 3), jnp.ones((8, 4)), P(), P("fsdp"))
+    assert made == ["partition_id"]
