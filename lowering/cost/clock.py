@@ -92,26 +92,31 @@ class _Clock:
         self.under_way = 0.0
         """When the last of those that are issued ends."""
         self.ends: dict[int, float] = {}
-        self.awaited: dict[int, int] = {}
-        """By a transfer that is not issued, some task that it waits for."""
+        self.awaited: dict[int, int | None] = dict.fromkeys(range(len(tasks)))
+        """By a transfer that is not issued, some task that it waits for, if known."""
         self.computing = 0.0
         self.moving = {False: 0.0, True: 0.0}
         self.kernels = 0.0
 
-    def issue_ready(self, transfers: Sequence[int]) -> list[int]:
+    def issue_ready(self, transfers: list[int]) -> list[int]:
         """Issue the transfers whose operands are issued, and return the others."""
+        if not self.perhaps_ready(transfers):
+            return transfers
         left: list[int] = []
         for number in transfers:
-            awaited = self.awaited.get(number)
-            # Asked before each task of each transfer: most wait for what they waited.
-            if awaited is None or awaited in self.ends:
-                awaited = self.awaited_by(number)
-            if awaited is None:
+            if self.awaited[number] is None or self.awaited[number] in self.ends:
+                self.awaited[number] = self.awaited_by(number)
+            if self.awaited[number] is None:
                 self.issue(number)
-                continue
-            self.awaited[number] = awaited
-            left.append(number)
+            else:
+                left.append(number)
         return left
+
+    def perhaps_ready(self, transfers: Sequence[int]) -> list[int]:
+        """The transfers that do not wait for what they waited for when last asked."""
+        # Asked before each task, so it calls nothing for each transfer.
+        ends, awaited = self.ends, self.awaited
+        return [n for n in transfers if awaited[n] is None or awaited[n] in ends]
 
     def awaited_by(self, number: int) -> int | None:
         """A task that has to be issued before another, which nothing else puts off.
@@ -198,17 +203,14 @@ class _Clock:
 
     def ready_unordered(self) -> list[int]:
         """The transfers that XLA may issue together with the next kernel."""
-        return [n for n in self.unordered if n not in self.ends and self.is_ready(n)]
+        perhaps = self.perhaps_ready(self.unordered)
+        return [n for n in perhaps if n not in self.ends and self.is_ready(n)]
 
     def is_ready(self, number: int) -> bool:
         """Whether all that an unordered transfer waits for is issued."""
-        awaited = self.awaited.get(number)
-        if awaited is not None and awaited not in self.ends:
-            return False  # asked before each kernel
         after = self.tasks[number].after
         awaited = next((each for each in after if each not in self.ends), None)
-        if awaited is not None:
-            self.awaited[number] = awaited
+        self.awaited[number] = awaited
         return awaited is None
 
     def issue_beside(self, ready: Iterable[int], kernel: Task, start: float) -> None:

@@ -32,6 +32,31 @@ from jhost.lowering.streams.found_stream import FoundStream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Way:
+    """Streams to weigh, and the programs to weigh them in.
+
+    Attributes:
+        streams: the streams.
+        marks: their marks before layouts, for each of `programs`.
+        looped: the program, laid out with these marks.
+        plain: the program, laid out without them; it has them too.
+    """
+
+    streams: Sequence[FoundStream]
+    marks: Sequence[Sequence[StreamChoice]]
+    looped: Program
+    plain: Program
+
+    def is_like(self, other: _Way) -> bool:
+        """Whether both ask for the same, and nothing lies in another way."""
+        asked, others = (
+            [dataclasses.replace(m, spares=False) for own in each.marks for m in own]
+            for each in (self, other)
+        )
+        return asked == others and self.looped.body is other.looped.body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FindStreams:
     """A program without stream marks -> one with marks for the loops that gain.
 
@@ -60,44 +85,51 @@ class FindStreams:
             return program
         if any(isinstance(remark, Search) for remark in program.remarks):
             return program  # found already, to choose its layouts
-        plain = self.laid_out(program)
-        bounds = StreamBounds(self.rates, self.transfers.can_hide)
-        ways = [bounds.streams(plain)]
-        more = bounds.streams(plain, spares=True)
-        if any(m.spares for streams in more for s in streams for m in s.every_mark):
-            ways.append(more)
-        found = [
-            self.by_time(program, plain, _numbered(way)) for way in ways if any(way)
-        ]
+        ways = self.ways(program, StreamBounds(self.rates, self.transfers.can_hide))
+        found = [self.by_time(program, way, self.rates) for way in ways]
         if not found:
             return _remarked(program, Search())
         first, *others = found
         return min(found, key=self.seconds) if others else first
 
+    def ways(self, program: Program, bounds: StreamBounds) -> list[_Way]:
+        """The streams that are worth weighing, and those where weights stay besides."""
+        plain = self.laid_out(program)
+        first = bounds.streams(plain)
+        ways = [self.way(program, plain, _numbered(first))] if any(first) else []
+        more = bounds.streams(plain, spares=True)
+        if any(m.spares for streams in more for s in streams for m in s.every_mark):
+            way = self.way(program, plain, _numbered(more))
+            if not any(map(way.is_like, ways)):
+                ways.append(way)
+        return ways
+
+    def way(
+        self, program: Program, plain: Program, found: Sequence[Sequence[FoundStream]]
+    ) -> _Way:
+        """`program` with marks for `found` streams; `plain` is laid out without."""
+        marks = [[m for each in streams for m in each.every_mark] for streams in found]
+        of_program = _of_global_values(marks, plain, program)
+        return _Way(
+            # Bodies come first.  The program around them is weighed with their loops.
+            streams=[each for streams in reversed(found) for each in streams],
+            marks=of_program,
+            looped=self.laid_out(_with_more_marks(program, of_program)),
+            plain=_with_more_marks(plain, marks),
+        )
+
     def seconds(self, program: Program) -> float:
         return self.whole.predicted(program).total
 
-    def by_time(
-        self, program: Program, plain: Program, found: Sequence[Sequence[FoundStream]]
-    ) -> Program:
-        """`program` with the loops that gain among those of `found` streams.
-
-        `plain` is laid out for none of them.
-        """
-        assert self.rates is not None
-        marks = [[m for each in streams for m in each.every_mark] for streams in found]
-        of_program = _of_global_values(marks, plain, program)
-        marked = self.laid_out(_with_more_marks(program, of_program))
-        plain = _with_more_marks(plain, marks)
-        # Bodies come first.  The program around them is then weighed with their loops.
-        streams = [each for streams in reversed(found) for each in streams]
-        weighing = self.weighed(marked, plain, streams, self.rates)
-        asked = weighing.asked(of_program)
+    def by_time(self, program: Program, way: _Way, rates: Rates) -> Program:
+        """`program` with the loops that gain among those of found streams."""
+        weighing = self.weighed(way, rates)
+        asked = weighing.asked(way.marks)
         if not any(asked):
             return _remarked(program, Search(left=tuple(weighing.left)))
         chosen = _with_more_marks(program, asked)
         chosen = _remarked(chosen, Search(left=tuple(weighing.left)))
-        return self.if_faster(program, chosen, streams)
+        return self.if_faster(program, chosen, way.streams)
 
     def if_faster(
         self, program: Program, chosen: Program, streams: Sequence[FoundStream]
@@ -107,11 +139,11 @@ class FindStreams:
         Streams were weighed in their body or layer, with the layouts of all streams and
         without cycles.  Only the whole program says what they gain in the end.
         """
-        after = self.whole.predicted(chosen).total
+        after = self.seconds(chosen)
         # Whatever its order, a program takes most of its time in bodies.
         if after <= self.whole.at_least(program):
             return chosen
-        before = self.whole.predicted(program).total
+        before = self.seconds(program)
         if after <= before:
             return chosen
         predicted = ((NOT_PIPELINED, before), ("pipelined", after))
@@ -122,20 +154,16 @@ class FindStreams:
         """`program` with its layouts and communications."""
         return through(self.layouts, program)
 
-    def weighed(
-        self,
-        looped: Program,
-        plain: Program,
-        streams: Sequence[FoundStream],
-        rates: Rates,
-    ) -> FoundStreamsChoice:
-        """The best choice for each stream; `plain` is laid out for none of them."""
+    def weighed(self, way: _Way, rates: Rates) -> FoundStreamsChoice:
+        """The best choice for each stream."""
         with_loops, without = (
-            Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
-            for each in (looped, plain)
+            Sections(
+                each, [numbers_of(all_marks(each), s.marks[0]) for s in way.streams]
+            )
+            for each in (way.looped, way.plain)
         )
         weighing = FoundStreamsChoice(with_loops, without, self.loops, rates)
-        for each in streams:
+        for each in way.streams:
             weighing.choose(each)
         return weighing
 

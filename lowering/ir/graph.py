@@ -132,16 +132,20 @@ def nodes(
     """
     barriers = barriers or {}
     waits = {stmt.communication for stmt in body if isinstance(stmt, Wait)}
-    issued = {stmt.name for stmt in body if isinstance(stmt, Communicate)}
+    together: dict[int, tuple[Stmt, ...]] = {}
+    if waits:  # most stretches have none
+        issued = {stmt.name for stmt in body if isinstance(stmt, Communicate)}
+        for number, stmt in enumerate(body):
+            if isinstance(stmt, Wait) and stmt.communication in issued:
+                together[number] = ()
+            elif isinstance(stmt, Communicate) and stmt.name in waits:
+                together[number] = (stmt, Wait(communication=stmt.name))
     made: list[Node] = []
-    for stmt in body:
-        if isinstance(stmt, Wait) and stmt.communication in issued:
+    for number, stmt in enumerate(body):
+        if not (stmts := together.get(number, (stmt,))):
             continue
-        stmts: tuple[Stmt, ...] = (stmt,)
-        if isinstance(stmt, Communicate) and stmt.name in waits:
-            stmts = (stmt, Wait(communication=stmt.name))
         reads, writes = reads_writes(stmt)
-        operands = barriers.get(writes[0].name, ()) if writes else ()
+        operands = barriers.get(writes[0].name, ()) if barriers and writes else ()
         if operands and not _forwards(stmt):
             operands = ()
         made.append(Node(stmts, tuple(reads), tuple(writes), operands))
@@ -171,7 +175,7 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
     def names(node: Node, buffers: Sequence[Buffer]) -> set[str]:
         found = {buffer.name for buffer in buffers}
         # Making an alias is no access: its memory may be written later.
-        if not isinstance(node.stmt, Select):
+        if aliases.selects and not isinstance(node.stmt, Select):
             found |= aliases.memories(buffers)
         return found
 

@@ -127,20 +127,31 @@ class LoopBuilder:
 
     def should_share_loop(self, group: Group, joining: Group) -> bool:
         """Whether values pass from one group to the other chunk by chunk."""
-        if any(
-            self.back.get(id(node), node) not in (*group, *joining) for node in joining
-        ):
+        members = {id(node) for node in (*group, *joining)}
+        sums = (self.back.get(id(node), node) for node in joining)
+        if any(id(of_sum) not in members for of_sum in sums):
             return False  # a total is gathered in the loop that makes its sum
         # A second gather of a value is for work behind the first gather's work, so it
         # needs a loop of its own.
         if gathers_again(joining, group):
             return False
-        if not all(self.aligned(maker, user) for maker in group for user in joining):
+        if not all(
+            self.aligned(maker, user)
+            for user in joining
+            for maker in self.makers(user)
+            if id(maker) in members
+        ):
             return False
         choice = self.choices[self.participation(group[0]).stream]
         return not self.halos or have_edges_in_time(
             (*group, *joining), self.halos, choice.owners(self.mesh)
         )
+
+    def makers(self, user: Node) -> Iterator[Node]:
+        """The nodes that make what `user` reads or, for a barrier, waits for."""
+        names = dict.fromkeys((*(buffer.name for buffer in user.reads), *user.barrier))
+        makers = self.graph.makers
+        return (self.graph[makers[name]] for name in names if name in makers)
 
     def aligned(self, maker: Node, user: Node) -> bool:
         """Whether `user` reads what `maker` writes in the same chunks."""

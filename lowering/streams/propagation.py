@@ -244,8 +244,9 @@ class Propagation:
         extents: dict[str, int] = {}
         for stream, mine in of_stream.items():
             factor = _common_denominator(mine.values())
-            mine = {n: part.scaled(factor) for n, part in mine.items()}
-            parts |= mine
+            if factor is not ONE:  # seldom
+                mine = {n: part.scaled(factor) for n, part in mine.items()}
+                parts |= mine
             for number in self.without_whole_steps(mine):
                 uncut[number] = mine.pop(number)
                 del parts[number]
