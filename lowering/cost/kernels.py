@@ -20,7 +20,7 @@ from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
 from jhost.lowering.rules.contract import read_in_other_order
 from jhost.lowering.rules.dim_rule import part_shape, shape_of
 from jhost.lowering.rules.flops import matmul_of
-from jhost.lowering.rules.properties import is_barrier
+from jhost.lowering.rules.properties import VIEWS, is_barrier
 from jhost.lowering.units.evaluate import ChunkAt, EqnShard, Site
 
 
@@ -75,20 +75,23 @@ def steps_for(
     """The kernels in a possible order, with those that `urgent` needs first."""
     steps = _launches(compute, mesh, at)
     maker = {var: number for number, step in enumerate(steps) for var in step.writes}
-    ordered: dict[int, Launch] = {}
+    ordered: list[Launch] = []
+    placed = set[int]()
 
     def place(number: int) -> None:
+        if number in placed:
+            return
+        placed.add(number)
         # By number: identities come in another order in each process, and all processes
         # have to predict the same.
         for before in sorted({maker[v] for v in steps[number].reads if v in maker}):
-            if before not in ordered:
-                place(before)
-        ordered.setdefault(number, steps[number])
+            place(before)
+        ordered.append(steps[number])
 
     numbers = range(len(steps))
     for number in sorted(numbers, key=lambda n: steps[n].writes.isdisjoint(urgent)):
         place(number)
-    return list(ordered.values())
+    return ordered
 
 
 def _launches(
@@ -189,27 +192,42 @@ class _UnitKernels:
             # (multi-output fusion).
             joined = [part for part in parts if part[0] & read]
             parts = [part for part in parts if part not in joined]
-            parts.append(
-                (
-                    read.union(*(others for others, _ in joined)),
-                    written.union(*(others for _, others in joined)),
-                )
-            )
+            written = written.union(*(others for _, others in joined))
+            read = read.union(*(others for others, _ in joined)) - written
+            parts.append((read, written))
         return parts
 
     def origins(self) -> dict[int, set[int]]:
-        """The values in memory that each value is made from."""
+        """The values in memory that each value is made from.
+
+        XLA writes a value into a stack where it makes it, if nothing else reads it.
+        Otherwise it copies the value.
+        """
         found: dict[int, set[int]] = {}
         in_memory: dict[int, set[int]] = {}
+        stored = {value: {value} for value in self.wanted}
         for unit_eqn in self.eqns:
             eqn = unit_eqn.eqn
-            values = map(self.value, eqn.invars)
+            values = [*map(self.value, eqn.invars)]
             read = [in_memory.get(value, {value}) for value in values]
+            if eqn.primitive is lax.dynamic_update_slice_p:
+                # A place is a number.  XLA makes no kernel larger to read it once.
+                read = [read[0], stored.get(values[1], read[1])]
             for out in map(id, eqn.outvars):
                 found[out] = set().union(*read)
                 ends = unit_eqn.rule.contracts or unit_eqn.rule.reduces
                 in_memory[out] = {out} if ends else found[out]
+                if self.views(eqn) in stored:
+                    stored.setdefault(out, stored[values[0]])
         return found
+
+    def views(self, eqn: JaxprEqn) -> int | None:
+        """The value that an equation shows in another shape, if that is all it does."""
+        if eqn.primitive.name not in VIEWS or not eqn.invars:
+            return None
+        value, out = self.value(eqn.invars[0]), self.value(eqn.outvars[0])
+        # By bytes here: variables of one value may have global and local shapes.
+        return value if self.bytes.get(value) == self.bytes.get(out) else None
 
     def traffic(self, values: Iterable[int]) -> int:
         return sum(self.bytes.get(value, 0) for value in values)

@@ -62,7 +62,7 @@ class StatementBlocks:
         self.aliases = Aliases(program.body)
         self.barriers = Barriers()
         body = self.barriers.apart(program.body)
-        self.all = [self._block(stmts) for stmts in _cut(body)]
+        self.all = [self._block(stmts) for stmts in in_blocks(body)]
         self.allocated = {
             stmt.buffer.name for stmt in program.body if isinstance(stmt, ir.Allocate)
         }
@@ -253,7 +253,7 @@ def work_of(product: ir.Compute) -> int:
 _LOOPS = ir.For | ir.Scan | ir.While | ir.Cond
 
 
-def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
+def in_blocks(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
     """The statements of a program, a list for each block."""
     stmts: list[ir.Stmt] = []
     away = False
@@ -275,7 +275,7 @@ def before_readers(
     Statements predicted to be one kernel have to stand together, as XLA fuses them.
     """
     left = [*parts]
-    for stmts in _cut(body):
+    for stmts in in_blocks(body):
         read = {b.name for stmt in ir.walk(tuple(stmts)) for b in reads_writes(stmt)[0]}
         here = [part for part in left if read & {b.name for b in written(part)}]
         left = [part for part in left if part not in here]

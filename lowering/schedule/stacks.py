@@ -18,22 +18,35 @@ from jhost.lowering.units.make import barrier_of, type_of, unit_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacks:
-    """Appends to `body` the statements that read and write the stacks of a scan."""
+    """Appends to `body` the statements that read and write the stacks of a scan.
 
-    scan: ir.Scan
+    If the scan is reversed, `last` is the place of its first iteration.
+    """
+
+    last: int | None
     names: FreshNames
     body: list[ir.Stmt]
+
+    @classmethod
+    def of(cls, scan: ir.Scan, names: FreshNames, body: list[ir.Stmt]) -> Stacks:
+        return cls(scan.length - 1 if scan.reverse else None, names, body)
 
     def read(
         self, stack: ir.Buffer, part: ir.Buffer, count: ir.Buffer, ahead: int
     ) -> ir.Buffer:
         """The slice of the iteration at `count + ahead`, like a param of the body."""
         out = fresh(part, self.names)
-        self._at(_sliced, [stack], out, count, ahead)
+        self.read_into(out, stack, count, ahead)
         return out
 
+    def read_into(
+        self, out: ir.Buffer, stack: ir.Buffer, count: ir.Buffer, ahead: int = 0
+    ) -> None:
+        """Make `out` the slice of the iteration at `count + ahead`."""
+        self._at(_sliced, [stack], out, count, ahead)
+
     def written(
-        self, stack: ir.Buffer, value: ir.Buffer, count: ir.Buffer, ahead: int
+        self, stack: ir.Buffer, value: ir.Buffer, count: ir.Buffer, ahead: int = 0
     ) -> ir.Buffer:
         """The stack with `value` at the place of the iteration at `count + ahead`."""
         out = fresh(stack, self.names)
@@ -61,11 +74,14 @@ class Stacks:
 
     def first_count(self) -> ir.Buffer:
         """The count of the first iteration."""
-        out = ir.Buffer(
-            name=self.names.fresh("count"), shape=(), dtype=np.dtype(np.int32), dims=()
-        )
+        out = self.counter()
         self._compute(_first_count, [], out)
         return out
+
+    def counter(self) -> ir.Buffer:
+        """A buffer for a count."""
+        name, dtype = self.names.fresh("count"), np.dtype(np.int32)
+        return ir.Buffer(name=name, shape=(), dtype=dtype, dims=())
 
     def known_behind(self, there: ir.Buffer, count: ir.Buffer) -> ir.Buffer:
         """The count behind a barrier with the value `there`, so no longer static."""
@@ -97,8 +113,8 @@ class Stacks:
         count: ir.Buffer,
         ahead: int,
     ) -> None:
-        last = self.scan.length - 1 if self.scan.reverse else None
-        self._compute(_at_place, [count, *ins], out, part=part, ahead=ahead, last=last)
+        how = {"part": part, "ahead": ahead, "last": self.last}
+        self._compute(_at_place, [count, *ins], out, **how)
 
     def _compute(
         self,

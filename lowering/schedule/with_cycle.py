@@ -78,7 +78,7 @@ class _Writer:
         self.body: list[ir.Stmt] = []
         self.said: dict[str, str] = {}
         """What messages call the values that are written: as in the scan's body."""
-        self.make = Stacks(scan, names, self.body)
+        self.make = Stacks.of(scan, names, self.body)
 
     @classmethod
     def outside(cls, cycle: Cycle, names: FreshNames) -> _Writer:

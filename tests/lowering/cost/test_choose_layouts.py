@@ -142,7 +142,7 @@ def test_weights_may_stay_where_both_move() -> None:
 
 
 def test_activations_move_where_that_is_quicker() -> None:
-    program = built(gradients(), *types(4096, HIDDEN), fsdp=2)
+    program = built(gradients(), *types(3584, HIDDEN), fsdp=2)
     by_time = every(h200()).by_time
     assert by_time.layouts.close(program) == ((ACTIVATIONS, "fsdp"),)
     assert not notes(program)
