@@ -19,6 +19,8 @@ from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import COMBINE, Reducer, sum_of
 from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
+    elements_of,
+    empty_ends,
     is_whole,
     reading_dim,
     window_of,
@@ -150,9 +152,14 @@ def _rebind(
             assert mapped is not None
             # Places outside of the dim are multiplied and summed too, so 0 there.
             zero = x.dtype.type(0)
-            pairs = [(window_of(x, lhs, mapped, shard, zero), k) for x, k in pairs]
-            padding[space], dilation[space] = (0, 0), 1
-            if maps.factors.reducers[mapped.factor]:
+            summed = maps.factors.reducers[mapped.factor] is not None
+            ends = None if summed else empty_ends(mapped, shard)
+            if ends is None:
+                made, padding[space], dilation[space] = window_of, (0, 0), 1
+            else:  # the convolution itself leaves places between the elements
+                made, padding[space] = elements_of, ends
+            pairs = [(made(x, lhs, mapped, shard, zero), k) for x, k in pairs]
+            if summed:
                 pairs = [
                     piece
                     for x, k in pairs

@@ -45,8 +45,10 @@ class WindowReads:
         return abs(self.stride) * (count - 1) + self.extent
 
     def window(self, count: int) -> int:
-        """The most elements that `count` steps in a row can read."""
-        return (self.reach(count) + self.dilation - 2) // self.dilation + 1
+        """The most elements that each `count` steps can read, counted from step 0."""
+        if self.lead(count) is None:
+            return (self.reach(count) + self.dilation - 2) // self.dilation + 1
+        return self._elements(count)
 
     def shard(self, step: Any, count: int) -> Any:
         """The first place that `count` steps from `step` on read."""
@@ -56,7 +58,24 @@ class WindowReads:
 
     def start(self, step: Any, count: int) -> Any:
         """The first element of the window of `count` steps from `step` on."""
-        return self.shard(step, count) // self.dilation
+        lead = self.lead(count)
+        # Where windows begin differently, some begin behind the element before them.
+        return (self.shard(step, count) + (lead or 0)) // self.dilation
+
+    def lead(self, count: int) -> int | None:
+        """How many empty places the windows of each `count` steps begin with.
+
+        None where these are not all alike, or have no element.
+        """
+        if self.stride * count % self.dilation or self._elements(count) < 1:
+            return None
+        return -self.shard(0, count) % self.dilation
+
+    def _elements(self, count: int) -> int:
+        """How many elements `count` steps from the first one on read."""
+        first = self.shard(0, count)
+        last = first + self.reach(count) - 1
+        return last // self.dilation + -first // self.dilation + 1
 
     def needed(self, step: int, count: int) -> range:
         """The elements that `count` steps from `step` on read."""

@@ -81,6 +81,18 @@ def window_of(
 
     `fill` stands where there is no element; without `fill`, any value may.
     """
+    assert mapped.reads is not None
+    x = elements_of(x, dim, mapped, shard, fill)
+    if mapped.reads.dilation == 1:
+        return x
+    value = lax.full((), 0, x.dtype) if fill is None else fill
+    return _dilated(x, dim, mapped, shard, value)
+
+
+def elements_of(
+    x: Any, dim: int, mapped: FactorDim, shard: Shard, fill: Any = None
+) -> Any:
+    """The elements in the window of the steps here, with no empty places."""
     reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
     value = lax.full((), 0, x.dtype) if fill is None else fill
@@ -95,7 +107,7 @@ def window_of(
         number = start + lax.broadcasted_iota(np.int32, x.shape, dim)
         inside = lax.bitwise_and(number >= 0, number < np.int32(reads.size))
         x = lax.select(inside, x, lax.broadcast(value, x.shape))
-    return x if reads.dilation == 1 else _dilated(x, dim, mapped, shard, value)
+    return x
 
 
 def _leaves(reads: WindowReads, count: int, parts: int) -> bool:
@@ -108,13 +120,24 @@ def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> A
     """Elements with empty places between them, from the first that is read on."""
     reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
+    ends = empty_ends(mapped, shard)
+    if ends is not None:
+        return padded(x, dim, value, ends, reads.dilation - 1)
     x = padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
-    first = reads.shard(first_step(shard, mapped.factor), count)
-    # Here every device begins equally far behind an element, so the slice is static.
-    if shard.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
-        first = reads.shard(0, count)
-    into = first % reads.dilation
+    step = 0 if shard.parts(mapped.factor) == 1 else first_step(shard, mapped.factor)
+    into = reads.shard(step, count) % reads.dilation
     return lax.dynamic_slice_in_dim(x, into, reads.reach(count), axis=dim)
+
+
+def empty_ends(mapped: FactorDim, shard: Shard) -> tuple[int, int] | None:
+    """The empty places at both ends of the window, where all devices have so many."""
+    reads, count = mapped.reads, shard.size(mapped.factor)
+    assert reads is not None
+    lead = reads.lead(count)
+    if lead is None:
+        return None
+    between = (reads.window(count) - 1) * reads.dilation + 1
+    return lead, reads.reach(count) - lead - between
 
 
 def part_of_whole(

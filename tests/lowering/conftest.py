@@ -283,11 +283,22 @@ def _chunkings(rule: DimRule, factor: int) -> Iterator[tuple[int, ...]]:
     yield (size,)
     if _is_joined(rule, factor) or factor in rule.inner:
         return
+    if _has_gaps(rule, factor):
+        part = _last(size)[1] if size > 1 else 1
+        yield (part,) * (size // part)
+        return
     half = size - size // 2
     if size > 3:
         yield tuple(part for part in (1, half, size - half - 2, 1) if part)
     elif size > 1:
         yield (1, size - 1)
+
+
+def _has_gaps(rule: DimRule, factor: int) -> bool:
+    """Whether steps read elements with places between them: then parts are equal."""
+    mapped = (dim for dims in rule.operands for dim in dims if dim and dim.reads)
+    gaps = {dim.factor for dim in mapped if dim.reads and dim.reads.dilation > 1}
+    return factor in gaps
 
 
 def _is_joined(rule: DimRule, factor: int) -> bool:
@@ -338,7 +349,7 @@ def _together(rule: DimRule) -> list[_Part]:
         else [(size - 1, 1)]
         if factor in around
         else [_last(size)]
-        if factor in rule.inner
+        if factor in rule.inner or (_has_gaps(rule, factor) and size > 1)
         else [(size // 2, size - size // 2)]
         if reducer is None
         else _halves(size)

@@ -23,7 +23,7 @@ from tests.lowering.traced import lowered
 MAJOR, MINOR = "t:(1)2", "t:(2)2"
 BOTH = (MAJOR, MINOR)
 
-Function = Callable[[jax.Array], Any]
+Function = Callable[[Any], Any]
 
 
 def moved(*specs: P) -> Function:

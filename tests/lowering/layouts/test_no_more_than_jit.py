@@ -49,6 +49,14 @@ def difference(x: Array) -> Array:
     return jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0)))
 
 
+def spread(x: Array) -> Array:
+    """A transposed convolution: twice as many rows."""
+    kernel, numbers = jnp.ones((3, x.shape[1], 8)), ("NTC", "TIO", "NTC")
+    return lax.conv_general_dilated(
+        x[None], kernel, (1,), [(1, 2)], lhs_dilation=(2,), dimension_numbers=numbers
+    )[0]
+
+
 def by_kernel(x: Array) -> Array:
     """The gradient of a kernel that gives a few places less than there are."""
     numbers = "NTC", "TIO", "NTC"
@@ -98,6 +106,8 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: jnp.roll(x, 1, 0), P(("a", "b"))),
         (pulled(difference), P(("a", "b"))),
         (pulled(convolved), P(("a", "b"))),
+        (spread, P(("a", "b"))),
+        (pulled(spread), P(("a", "b"))),
         (lambda x: x[-1] * 2, P()),
         (lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 5), P()),
         (lambda x: jnp.sort(x, axis=0), P(("a", "b"))),
@@ -123,7 +133,8 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (a_row_each(lambda x: x.at[jnp.int32(x[0, 0])].set(x[7])), P(("a", "b"))),
     ],
     ids=[
-        "roll", "difference", "conv", "last", "slice", "sort", "argmax", "by kernel",
+        "roll", "difference", "conv", "spread", "spread, pulled",
+        "last", "slice", "sort", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
         "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
         "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",

@@ -144,8 +144,9 @@ def test_what_jax_quantizes_comes_narrow_too(gradient: bool) -> None:
 
     rows = P("tp")
     x, w = integers(4 * BLOCK, 2 * BLOCK), integers(4 * BLOCK, 2 * BLOCK, seed=1)
-    outs = (rows, rows) if gradient else rows
-    moved = exact(of_both if gradient else product, x, w, **tp(4, (rows, rows), outs))
+    outs: Any = (rows, rows) if gradient else rows
+    fun: Any = of_both if gradient else product
+    moved = exact(fun, x, w, **tp(4, (rows, rows), outs))
     gathered = [size for kind, size, _ in moved if kind == "AllGather"]
     narrow, scales = 3 * BLOCK * 2 * BLOCK, 3 * BLOCK * 2  # of three devices
     assert gathered[:2] == [narrow, scales]

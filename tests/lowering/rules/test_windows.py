@@ -47,10 +47,21 @@ def test_one_dim(fun: Callable[[Any], Any], check_rule: CheckRule) -> None:
     [
         ((3, 1), {}),
         ((1, 2), {"lhs_dilation": (2,), "window_strides": (3,)}),
+        ((2, 1), {"lhs_dilation": (2,)}),
+        ((-1, 3), {"lhs_dilation": (3,)}),
+        ((0, 1), {"lhs_dilation": (2,), "window_strides": (2,)}),
         ((-1, 4), {"rhs_dilation": (2,), "feature_group_count": 2}),
         ((0, 5), {"batch_group_count": 2, "window_strides": (2,)}),
     ],
-    ids=["padded", "transposed", "groups of features", "groups of batches"],
+    ids=[
+        "padded",
+        "transposed",
+        "by two",
+        "by three",
+        "even",
+        "groups of features",
+        "groups of batches",
+    ],
 )
 def test_convolutions(
     padding: tuple[int, int], more: dict[str, Any], check_rule: CheckRule
