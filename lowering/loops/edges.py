@@ -134,7 +134,12 @@ class Edges:
             yield ir.Set(out=slot.out, source=edge)
 
     def window(
-        self, buffer: ir.Buffer, chunk: ir.Buffer, halo: ChunkHalo, step: Index
+        self,
+        buffer: ir.Buffer,
+        chunk: ir.Buffer,
+        halo: ChunkHalo,
+        step: Index,
+        place: ir.Chunk,
     ) -> Iterator[ir.Stmt]:
         """Make what windows of a chunk of `buffer` read, and note it in `windows`."""
         if (buffer.name, halo) in self.windows:
@@ -158,7 +163,8 @@ class Edges:
             places=tuple((place,) for place in places),
             lengths=tuple((piece.shape[halo.dim],) for piece in pieces),
         )
-        yield ir.Compute(unit=unit, ins=tuple(pieces), outs=(out,))
+        # On the chunk that its reader works on, so that both may be one unit.
+        yield ir.Compute(unit=unit, ins=tuple(pieces), outs=(out,), chunk=place)
         self.windows[buffer.name, halo] = out
 
     def edges(

@@ -113,7 +113,8 @@ class P2PLoop(MovingLoop):
         if halo is None:
             return chunk
         buffer = node.reads[number]
-        self.body += self.edges.window(buffer, chunk, halo, self.step)
+        place = self.chunk_of(part)
+        self.body += self.edges.window(buffer, chunk, halo, self.step, place)
         return self.edges.windows[buffer.name, halo]
 
     def keep_edges(self, nodes: Group) -> None:
