@@ -99,6 +99,17 @@ def _split(x: np.ndarray, *, sizes: Sequence[int], axis: int) -> list[np.ndarray
     return np.split(x, np.cumsum(sizes)[:-1], axis)
 
 
+def _reshape(
+    x: np.ndarray,
+    *,
+    new_sizes: Sequence[int],
+    dimensions: Sequence[int] | None,
+    **_: Any,
+) -> np.ndarray:
+    order = range(x.ndim) if dimensions is None else dimensions
+    return np.transpose(x, order).reshape(new_sizes)
+
+
 MOVES: dict[str, Run] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
@@ -108,7 +119,7 @@ MOVES: dict[str, Run] = {
     "optimization_barrier": lambda *xs: [*xs],
     "iota": _iota,
     "pad": _pad,
-    "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
+    "reshape": _reshape,
     "rev": lambda x, *, dimensions: np.flip(x, dimensions),
     "select_n": _select,
     "slice": _slice,

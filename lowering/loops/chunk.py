@@ -145,21 +145,25 @@ class ChunkLoop(abc.ABC):
             stream=part.factor,
             accumulators=tuple(dtypes) if any(dtypes) else (),
         )
-        window = self.window(int(part.groups))
         self.body.append(
             ir.Compute(
                 unit=dataclasses.replace(stmt.unit, eqns=(unit_eqn,)),
                 ins=tuple(ins),
                 outs=tuple(outs),
-                chunk=ir.Chunk(
-                    start=window.start,
-                    size=window.size,
-                    extent=window.extent,
-                    groups=window.groups,
-                    grain=window.grain,
-                ),
+                chunk=self.chunk_of(part),
                 reducer=reducer if any(dtypes) else None,
             )
+        )
+
+    def chunk_of(self, part: Participation) -> ir.Chunk:
+        """The chunk that a computation works on in this iteration."""
+        window = self.window(int(part.groups))
+        return ir.Chunk(
+            start=window.start,
+            size=window.size,
+            extent=window.extent,
+            groups=window.groups,
+            grain=window.grain,
         )
 
     def part_by_rank(self, stmt: ir.Select, source: ir.Buffer, access: Access) -> None:

@@ -60,6 +60,17 @@ def have_edges_in_time(nodes: Group, halos: Halos, devices: int) -> bool:
     )
 
 
+def widest_edges(nodes: Group, halos: Halos) -> dict[tuple[str, bool], int]:
+    """The most elements that windows read before a chunk of a value, and behind it."""
+    widest: dict[tuple[str, bool], int] = {}
+    for node in nodes:
+        for operand, halo in halos.get(id(node), {}).items():
+            for count, behind in ((halo.before, False), (halo.after, True)):
+                key = node.reads[operand].name, behind
+                widest[key] = max(widest.get(key, 0), count)
+    return widest
+
+
 def whole_windows(nodes: Group, halos: Halos) -> Iterator[Note]:
     """Notes on nodes that read in windows, where these make no loop."""
     found = (node for node in nodes if id(node) in halos)
@@ -80,16 +91,22 @@ def behind_windows(nodes: Group, halos: Halos) -> list[Node]:
 class Edges:
     """The edges of all chunks of a loop, in the order of the steps.
 
-    There is one buffer for each value, and for each place and size of edges.
+    There is one buffer for the ends of a value's chunks, and one for the starts, as
+    wide as the widest windows ask.
     """
 
     def __init__(
-        self, devices: int, names: FreshNames, allocate: Callable[[ir.Buffer], None]
+        self,
+        devices: int,
+        widest: Mapping[tuple[str, bool], int],
+        names: FreshNames,
+        allocate: Callable[[ir.Buffer], None],
     ) -> None:
         self.devices = devices
+        self.widest = widest
         self.names = names
         self.allocate = allocate
-        self.buffers: dict[tuple[str, int, bool], ir.Buffer] = {}
+        self.buffers: dict[tuple[str, bool], ir.Buffer] = {}
         self.kept: set[str] = set()
         self.windows: dict[tuple[str, ChunkHalo], ir.Buffer] = {}
 
@@ -117,7 +134,12 @@ class Edges:
             yield ir.Set(out=slot.out, source=edge)
 
     def window(
-        self, buffer: ir.Buffer, chunk: ir.Buffer, halo: ChunkHalo, step: Index
+        self,
+        buffer: ir.Buffer,
+        chunk: ir.Buffer,
+        halo: ChunkHalo,
+        step: Index,
+        place: ir.Chunk,
     ) -> Iterator[ir.Stmt]:
         """Make what windows of a chunk of `buffer` read, and note it in `windows`."""
         if (buffer.name, halo) in self.windows:
@@ -128,7 +150,9 @@ class Edges:
             slot = self.slot(edges, self.step_beside(step, behind))
             yield slot
             pieces.append(slot.out)
-            places.append(size - halo.after if behind else 0)
+            # Of a wider edge there are elements outside of the window.
+            wide = edges.shape[halo.dim + 1]
+            places.append(size - halo.after if behind else halo.before - wide)
         out = self.like(chunk, "window", halo, size)
         unit = unit_of(
             out.name,
@@ -139,7 +163,8 @@ class Edges:
             places=tuple((place,) for place in places),
             lengths=tuple((piece.shape[halo.dim],) for piece in pieces),
         )
-        yield ir.Compute(unit=unit, ins=tuple(pieces), outs=(out,))
+        # On the chunk that its reader works on, so that both may be one unit.
+        yield ir.Compute(unit=unit, ins=tuple(pieces), outs=(out,), chunk=place)
         self.windows[buffer.name, halo] = out
 
     def edges(
@@ -151,15 +176,13 @@ class Edges:
         """
         for count, behind in ((halo.before, False), (halo.after, True)):
             if count > 0:
-                yield self.edge_buffer(buffer, halo.dim, count, behind), behind
+                yield self.edge_buffer(buffer, halo.dim, behind), behind
 
-    def edge_buffer(
-        self, buffer: ir.Buffer, dim: int, count: int, behind: bool
-    ) -> ir.Buffer:
-        key = buffer.name, count, behind
+    def edge_buffer(self, buffer: ir.Buffer, dim: int, behind: bool) -> ir.Buffer:
+        key = buffer.name, behind
         if key not in self.buffers:
             shape = list(buffer.shape)
-            shape[dim] = count
+            shape[dim] = self.widest[key]
             self.buffers[key] = dataclasses.replace(
                 buffer,
                 name=self.names.fresh(f"{buffer.name}_edges"),

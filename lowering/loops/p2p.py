@@ -17,7 +17,7 @@ from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.collective import INDEX, round_robin
-from jhost.lowering.loops.edges import Edges, behind_windows, halos_in
+from jhost.lowering.loops.edges import Edges, behind_windows, halos_in, widest_edges
 from jhost.lowering.loops.moves import MovingLoop
 from jhost.lowering.streams.participation import Access, Participation
 
@@ -35,7 +35,8 @@ class P2PLoop(MovingLoop):
         fewer = None if self.sends else spec.choice.spec.streams
         self.streams = min(spec.streams, fewer or spec.streams)
         self.halos = halos_in(spec.nodes, spec.participation)
-        self.edges = Edges(self.devices, spec.names, self.allocate)
+        widest = widest_edges(spec.nodes, self.halos)
+        self.edges = Edges(self.devices, widest, spec.names, self.allocate)
         self.beside: list[ir.Stmt] = []
         """Cheap work that needs nothing of the loop, before the last own chunk."""
 
@@ -112,7 +113,8 @@ class P2PLoop(MovingLoop):
         if halo is None:
             return chunk
         buffer = node.reads[number]
-        self.body += self.edges.window(buffer, chunk, halo, self.step)
+        place = self.chunk_of(part)
+        self.body += self.edges.window(buffer, chunk, halo, self.step, place)
         return self.edges.windows[buffer.name, halo]
 
     def keep_edges(self, nodes: Group) -> None:

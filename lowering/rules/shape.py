@@ -30,17 +30,17 @@ def reshape(eqn: JaxprEqn) -> DimRule:
     `[4, 6]` that becomes `[8, 3]` has factors of 4, 2 and 3 steps: the 6 follows the
     last two, and the 8 the first two.  A run `[6, 5]` that becomes `[10, 3]` has
     gcd(6, 10) = 2 contiguous halves in both shapes, and no more factors.  A step is 3
-    elements of the 6, and 5 of the 10.
+    elements of the 6, and 5 of the 10.  With `dimensions` the operand's dims are
+    permuted first, as in the gradient of a depthwise convolution.
     """
     operand, result = shape_of(eqn.invars[0]), eqn.params["new_sizes"]
+    order = eqn.params["dimensions"] or range(len(operand))
     factors = Factors()
     followed: tuple[_StepsByDim, _StepsByDim] = {}, {}
-    # With `dimensions` it is a transpose as well, and all dims stay whole.
-    if eqn.params["dimensions"] is None:
-        for source, target, steps in _common_steps(operand, result):
-            factor = factors.new(steps)
-            followed[0].setdefault(source, []).append((factor, steps))
-            followed[1].setdefault(target, []).append((factor, steps))
+    for source, target, steps in _common_steps([operand[d] for d in order], result):
+        factor = factors.new(steps)
+        followed[0].setdefault(order[source], []).append((factor, steps))
+        followed[1].setdefault(target, []).append((factor, steps))
     operand_dims, result_dims = (
         tuple(_following(found.get(dim, ()), size) for dim, size in enumerate(shape))
         for found, shape in zip(followed, (operand, result), strict=True)

@@ -258,6 +258,26 @@ def test_a_merge_of_the_sharded_dim(devices: int) -> None:
     assert communications(program) == []
 
 
+@each_size
+def test_a_merge_of_permuted_dims(devices: int) -> None:
+    """A reshape may permute dims first, as the gradient of a convolution does."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return lax.reshape(x, (devices * 2, 2, 9), dimensions=(2, 0, 1))
+
+    x = array(2, 9, devices * 2)
+    program = exact(f, x, **tp(devices, P(None, None, "tp"), P("tp")))
+    assert communications(program) == []
+
+    def merged(x: jax.Array) -> jax.Array:
+        return lax.reshape(x, (devices * 12,), dimensions=(1, 0))
+
+    program = exact(
+        merged, array(6, devices * 2), **tp(devices, P(None, "tp"), P("tp"))
+    )
+    assert communications(program) == []
+
+
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
 def test_a_dim_over_two_axes_is_split_and_merged_along_them(
     axes: tuple[str, str],

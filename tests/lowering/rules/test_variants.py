@@ -213,6 +213,11 @@ def test_a_reshape_has_the_steps_that_are_contiguous_in_both_shapes(
     x = integers(*before)
     assert _rule(lambda x: lax.reshape(x, after), x).sizes == steps
     check_rule(lambda x: lax.reshape(x, after), x)
+    # Of dims that it permutes first, it has the same.
+    order = (*range(1, len(before)), 0)
+    y = np.transpose(x, np.argsort(order))
+    assert _rule(lambda y: lax.reshape(y, after, order), y).sizes == steps
+    check_rule(lambda y: lax.reshape(y, after, order), y)
 
 
 def test_a_reshape_of_nothing_has_no_factors() -> None:
