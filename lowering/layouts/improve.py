@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from jhost.lowering.ir.operation import Assignment, Operation
+from jhost.lowering.layouts.assigner import decided_by
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.solver import KnownRest, Solver
 from jhost.lowering.rules.dim_rule import factors_of
@@ -21,24 +24,67 @@ _LITTLE = 1024
 """The part of all work (a 1024th) by which it may grow."""
 
 
+Change: TypeAlias = tuple[int, Assignment, bool]
+"""An operation, another assignment, and whether it changes alone."""
+
+
+@dataclasses.dataclass(slots=True)
+class Failed:
+    """Changes that cost no less, and would not until something that they read changes.
+
+    Attributes:
+        by: when a change failed, and the operations that were decided for it.  Not
+            where work changes: its bytes are rounded, so they depend on all other work.
+        at: when a value was last laid out otherwise, or moved otherwise.
+    """
+
+    now: int = 0
+    by: dict[Change, tuple[int, Sequence[Operation]]] = dataclasses.field(
+        default_factory=dict
+    )
+    at: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def changed(self, operations: Iterable[Operation]) -> None:
+        """Some operations are assigned otherwise from now on."""
+        self.now += 1
+        for op in operations:
+            self.at.update(dict.fromkeys(_around(op), self.now))
+
+    def fails_again(self, change: Change) -> bool:
+        """Whether it failed, and nothing that it depends on has changed since."""
+        if change not in self.by:
+            return False
+        then, operations = self.by[change]
+        return all(
+            self.at.get(name, 0) <= then for op in operations for name in _around(op)
+        )
+
+
+def _around(op: Operation) -> tuple[str, ...]:
+    """The values that an operation's decision reads, or lays out."""
+    return (*decided_by(op), *op.outs)
+
+
 def improved(solver: Solver, made: Decisions) -> Decisions:
     """`made`, with single decisions changed as long as that moves fewer bytes."""
-    trials, number, known = _TRIALS, 0, KnownRest()
+    trials, number, known, failed = _TRIALS, 0, KnownRest(), Failed()
     numbers = solver.paying(made, known)
     while number < len(numbers) and trials > 0:
         better = False
         for candidate in others(solver, numbers[number], made):
             trials -= 1
-            better |= tried(solver, numbers[number], candidate, made)
+            better |= tried(solver, numbers[number], candidate, made, failed)
         if not better:
             number += 1
         else:
             # After a change, an earlier decision may gain too, so all are tried again.
             numbers, number = solver.paying(made, known), 0
-    return _refined(solver, made, known)
+    return _refined(solver, made, known, failed)
 
 
-def _refined(solver: Solver, made: Decisions, known: KnownRest) -> Decisions:
+def _refined(
+    solver: Solver, made: Decisions, known: KnownRest, failed: Failed
+) -> Decisions:
     """`made`, with changes of single decisions that gain while all others stay.
 
     In this way a weight is gathered behind its cast to a narrower dtype, even if its
@@ -48,7 +94,7 @@ def _refined(solver: Solver, made: Decisions, known: KnownRest) -> Decisions:
         better = False
         for number in solver.paying(made, known):
             for candidate in others(solver, number, made):
-                better |= tried(solver, number, candidate, made, alone=True)
+                better |= tried(solver, number, candidate, made, failed, alone=True)
         if not better:
             break
     return made
@@ -99,12 +145,17 @@ def tried(
     number: int,
     candidate: Assignment,
     made: Decisions,
+    failed: Failed,
     alone: bool = False,
 ) -> bool:
     """Change a decision, and later ones that it affects, if that is better.
 
-    With `alone`, only operations that have to follow other values change with it.
+    With `alone`, only operations that have to follow other values change with it.  What
+    `failed` before is not tried again as long as it would fail again.
     """
+    change = number, candidate, alone
+    if failed.fails_again(change):
+        return False
     before, undo = made.price, list[tuple[int, Assignment]]()
     waiting = {number}
     order = [number]
@@ -126,7 +177,10 @@ def tried(
                 waiting.add(reader)
                 heapq.heappush(order, reader)
     if made.price.beats(before):
+        failed.changed(solver.operations[other] for other, _ in undo)
         return True
+    if made.flops == before.flops:
+        failed.by[change] = failed.now, [solver.operations[n] for n in waiting]
     for other, old in reversed(undo):
         made.decide(other, old)
     return False

@@ -22,6 +22,7 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Stmt
 from jhost.lowering.streams.found_marks import Parts, grouped, marks_of
 from jhost.lowering.streams.found_stream import FoundStream, best_of, overlap
 from jhost.lowering.streams.found_weights import (
+    around_in,
     is_product,
     rows_that_stay,
     spared_by,
@@ -61,13 +62,16 @@ class _StreamSearch:
         self.serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)
         self.seconds = [seconds(node.stmt) for node in self.graph]
+        self.around = around_in(self.graph, self.seconds)
 
     def every(self) -> Iterator[FoundStream]:
         """One stream for each dim along which some communication could be hidden."""
         reached: set[tuple[str, int]] = set()
         for number, node in enumerate(self.graph):
             stay = (
-                rows_that_stay(number, self.graph, self.seconds) if self.spares else ()
+                rows_that_stay(number, self.graph, self.seconds, self.around)
+                if self.spares
+                else ()
             )
             dims = *_dims_that_move(node, self.mesh), *stay
             for buffer, dim in dims:
@@ -106,7 +110,7 @@ class _StreamSearch:
         spared: dict[int, float] = {}
         if self.spares and place >= 0:
             spared = {
-                n: self.seconds[n] for n in spared_by(parts, self.graph, self.seconds)
+                n: self.seconds[n] for n in spared_by(parts, self.graph, self.around)
             }
         hidden |= spared
         gain = sum(hidden.values()) + sum(evened.values())

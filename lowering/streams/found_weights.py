@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from jhost.lowering.ir.graph import Graph
 from jhost.lowering.ir.operation import has_contraction
@@ -10,9 +12,19 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.streams.found_marks import Parts
 
+Around: TypeAlias = Callable[[int, bool], Sequence[int]]
+"""Gives the transfers and contractions next to a node, one way."""
+
+
+def around_in(graph: Graph, seconds: Sequence[float]) -> Around:
+    """What is next to the nodes of a graph, found once for all streams through them."""
+    return functools.cache(
+        lambda number, forward: tuple(_around(number, graph, seconds, forward))
+    )
+
 
 def rows_that_stay(
-    number: int, graph: Graph, seconds: Sequence[float]
+    number: int, graph: Graph, seconds: Sequence[float], around: Around
 ) -> Iterator[tuple[Buffer, int]]:
     """The dims of products that axes shard over which a gather brings their weight.
 
@@ -24,13 +36,13 @@ def rows_that_stay(
         return
     if not seconds[number]:
         return
-    for reader in _around(number, graph, seconds, forward=True):
+    for reader in around(number, True):
         if is_product(graph[reader].stmt):
             for buffer in graph[reader].writes:
                 yield from _rows_over(buffer, stmt.axes)
 
 
-def spared_by(parts: Parts, graph: Graph, seconds: Sequence[float]) -> Iterator[int]:
+def spared_by(parts: Parts, graph: Graph, around: Around) -> Iterator[int]:
     """The transfers of weights and of their gradients over axes that shard the dim.
 
     They are not needed if chunks of the dim, which a stream with these parts cuts, move
@@ -43,7 +55,7 @@ def spared_by(parts: Parts, graph: Graph, seconds: Sequence[float]) -> Iterator[
         dims = (reads[n].dims[access.dim] for n, access in part.reads.items())
         axes = {axis for dim in dims for axis in dim.axes}
         for forward in (False, True):
-            for other in _around(number, graph, seconds, forward):
+            for other in around(number, forward):
                 stmt = graph[other].stmt
                 moves = isinstance(stmt, Communicate) and axes.issuperset(stmt.axes)
                 if moves and other not in parts:

@@ -10,10 +10,14 @@ from jhost.lowering.ir.regions import Region, is_empty, overlap
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Root:
-    """Memory of a parameter, of an allocation, or of a value that a statement makes."""
+    """Memory of a parameter, of an allocation, or of a value that a statement makes.
+
+    It has a result if one of the program's results lies there.
+    """
 
     name: str
     is_param: bool = False
+    has_result: bool = False
     allocated_in_loop: bool = False
     freed: bool = False
     writes: list[Region] = dataclasses.field(default_factory=list[Region])

@@ -37,8 +37,7 @@ def check_deallocate(state: State, stmt: Deallocate) -> None:
             f"{name}, a part of {known.root.name}" if known.is_alias else f"{name}",
             "aliases and parameters are not deallocated",
         )
-    # A result that is not made yet has no memory.
-    if name in {state.known[r].root.name for r in state.results & set(state.known)}:
+    if known.root.has_result:
         state.fail("another buffer", name, "a result is never deallocated")
     for flight in state.in_flight.values():
         if any(k.root is known.root for k in (*flight.reads, *flight.writes)):

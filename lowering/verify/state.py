@@ -101,6 +101,7 @@ class State(Machine):
     def define(self, buffer: ir.Buffer, shape: tuple[int, ...], root: Root) -> None:
         """Make `buffer` exist with memory of its own."""
         self.check_new(buffer)
+        root.has_result |= buffer.name in self.results
         region = whole_region(shape, len(self.ranks.sizes))
         known = KnownBuffer(buffer=buffer, root=root, region=region, shape=shape)
         self.known[buffer.name] = known
@@ -115,6 +116,7 @@ class State(Machine):
     ) -> None:
         """Make `buffer` exist as a part of `source`."""
         self.check_new(buffer)
+        source.root.has_result |= buffer.name in self.results
         self.known[buffer.name] = KnownBuffer(
             buffer=buffer,
             root=source.root,

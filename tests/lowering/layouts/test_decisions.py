@@ -8,7 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from hypothesis import given, strategies as st
+from hypothesis import event, given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -17,7 +17,7 @@ from jhost.lowering.ir.operation import Assignment
 from jhost.lowering.layouts.backward import Backward
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
-from jhost.lowering.layouts.improve import improved, others, tried
+from jhost.lowering.layouts.improve import Failed, improved, others, tried
 from jhost.lowering.layouts.propagate_layouts import shardings_of
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
@@ -65,10 +65,31 @@ def test_what_is_tried_in_vain_is_taken_back() -> None:
     for number in range(len(solving.operations)):
         for candidate in others(solving, number, made):
             before, total = made.in_order(), made.total
-            if tried(solving, number, candidate, made):
+            if tried(solving, number, candidate, made, Failed()):
                 assert made.total < total
             else:
                 assert (made.in_order(), made.total) == (before, total)
+
+
+@given(st.data())
+def test_what_failed_and_reads_nothing_new_fails_again(data: st.DataObject) -> None:
+    solving, failed, again = solver(), Failed(), 0
+    made = solving.fixed_point()
+    numbers = st.integers(0, len(solving.operations) - 1)
+    for number in data.draw(st.sets(numbers, min_size=1, max_size=8)):
+        op = solving.operations[number]
+        candidates = list(solving.assigner.candidates(op, made.layouts))
+        made.decide(number, data.draw(st.sampled_from(candidates)))
+    for number, alone in data.draw(
+        st.lists(st.tuples(numbers, st.booleans()), min_size=20, max_size=60)
+    ):
+        for candidate in others(solving, number, made):
+            if failed.fails_again((number, candidate, alone)):
+                again += 1
+                assert not tried(solving, number, candidate, made, Failed(), alone)
+            else:
+                tried(solving, number, candidate, made, failed, alone)
+    event("some fail again" if again else "none fails again")
 
 
 class FromTheStart(Solver):
