@@ -7,15 +7,15 @@ of other scans.  So all are timed in this form.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import scan_ins, scan_outs
 from jhost.lowering.ir.derived import derived_with
-from jhost.lowering.ir.effects import Aliases, written
+from jhost.lowering.ir.effects import Aliases, reads_writes, written
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.schedule.blocks import before_readers, in_blocks
+from jhost.lowering.schedule.blocks import in_blocks
 from jhost.lowering.schedule.stacks import Stacks
 from jhost.lowering.units.segment import Segment
 
@@ -50,7 +50,9 @@ def _with_stacks(
     full = [writes.written(stack, y, count) for y, stack in zip(ys, made, strict=True)]
     # What is stacked is read once more than the body says, so nothing is freed there.
     stmts = [stmt for stmt in body.body if not isinstance(stmt, ir.Deallocate)]
-    stmts = _behind_makers(writes.body, ys, [*before_readers(reads.body, stmts)])
+    stmts = _behind_makers(
+        writes.body, ys, [*_before_readers(reads.body, slices, stmts)]
+    )
     given = body.params[: len(body.params) - len(slices)]
     carried = body.results[: len(body.results) - len(ys)]
     looped = dataclasses.replace(
@@ -70,6 +72,21 @@ def _stack_of(part: ir.Buffer, length: int, names: FreshNames) -> ir.Buffer:
         shape=(length, *part.shape),
         dims=(ir.Dim(), *part.dims),
     )
+
+
+def _before_readers(
+    reads: Sequence[ir.Stmt], values: Sequence[ir.Buffer], body: Sequence[ir.Stmt]
+) -> Iterator[ir.Stmt]:
+    """`body` with the read of each value before the first statement that reads it.
+
+    That may be on another stream, so blocks are no places for it.
+    """
+    left = {value.name: read for value, read in zip(values, reads, strict=True)}
+    for stmt in body:
+        read = (buffer for s in ir.walk((stmt,)) for buffer in reads_writes(s)[0])
+        yield from (left.pop(b.name) for b in read if b.name in left)
+        yield stmt
+    yield from left.values()
 
 
 def _behind_makers(

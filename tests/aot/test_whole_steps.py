@@ -6,6 +6,7 @@ AdamW, with float32 masters that are cast in the layer.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -41,6 +42,9 @@ VOCABULARY, LAYERS, SEQUENCES = 16_000, 4, 32
 SMALL = Model(
     "small", hidden=1024, ffn=2048, heads=8, kv_heads=8, head=128, sequence=256
 )
+WIDE = dataclasses.replace(SMALL, hidden=4096, ffn=8192, heads=32, kv_heads=32)
+"""For sums between processes: of 8 MB and less XLA makes kernels of its own, which its
+scheduler has beside nothing."""
 LARGE = 1 << 20
 """Bytes of a transfer that is worth hiding."""
 MOST = 1.05
@@ -104,10 +108,10 @@ def of_linear_layers(case: Case, place: Any, x: jax.Array, weights: Any) -> jax.
     return place.rows(place.features(heads) @ weights["out"])
 
 
-def schedule_of(axes: Mapping[str, int], mesh: Mesh) -> Any:
+def schedule_of(axes: Mapping[str, int], mesh: Mesh, of: Model = SMALL) -> Any:
     """What XLA makes of a step of four layers."""
     sequences = 64 if "tp" in axes else 16  # activations are larger than weights
-    case = Case(SMALL, 4096, "scan-checkpoint", 4, sequences, tuple(axes.items()))
+    case = Case(of, 4096, "scan-checkpoint", 4, sequences, tuple(axes.items()))
     with (
         jax.numpy_dtype_promotion("standard"),
         mock.patch.object(model, "_attention", of_linear_layers),
@@ -137,9 +141,8 @@ def worth_hiding(schedule: Any) -> Sequence[Any]:
 
 # Over fsdp between processes: `test_a_step_between_processes_never_waits...`, below.
 QUICK = [({"tp": 2}, "together")]
-# Not dp between processes: XLA of JAX 0.12 makes kernels of Triton of sums as small as
-# these, which its scheduler has beside nothing.  See `test_processes.py`.
 OTHERS = [
+    ({"dp": 2}, "apart"),
     ({"dp": 4}, "together"),
     ({"fsdp": 2, "tp": 2}, "together"),
 ]
@@ -167,7 +170,8 @@ def test_nor_one_over_other_axes(
     axes: dict[str, int], where: str, request: pytest.FixtureRequest
 ) -> None:
     make: MakeH200s = request.getfixturevalue(where)
-    check_beside(schedule_of(axes, make(axes)))
+    sizes = WIDE if where == "apart" else SMALL
+    check_beside(schedule_of(axes, make(axes), sizes))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
