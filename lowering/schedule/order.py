@@ -15,11 +15,12 @@ processes have to write the same program.
 - A permute or an all-to-all brings bytes as a gather does, and has such an interval.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
   next work.  With a scan around, permutes that would add to the most that the program
-  holds come before the work after that.  A sum is waited for when the window has no
-  room for the next terms.  Behind the last work little hides it.  The window is smaller
-  there, and has to have room for any large value that is made.  Permutes end soon, and
-  hold what they bring beside the terms.  So they are also waited for where they would
-  add to the most that the program holds.
+  holds come before the work after that, if some later work has room for them.  Beside
+  the scan they would take memory in all iterations.  A sum is waited for when the
+  window has no room for the next terms.  Behind the last work little hides it.  The
+  window is smaller there, and has to have room for any large value that is made.
+  Permutes end soon, and hold what they bring beside the terms.  So they are also waited
+  for where they would add to the most that the program holds.
 - A transfer is waited for before the first work that reads it.  Cheap readers wait with
   it.  Earlier collectives over the same devices are waited for at the same place: they
   run in order, so they have ended by then.
@@ -183,16 +184,20 @@ class _Walk:
         """Whether a transfer comes behind a work, before the next one.
 
         With a scan around, a sum that would add to the most that is held does so, if
-        its reader leaves it a work.  XLA would put the work first anyway, as that frees
-        more.  Then the next gathers wait in the queue behind the sum: the step of 8B
-        over four devices stood still for 2.2 of 82 ms.
+        its reader leaves it a work with room.  XLA would put the work first anyway, as
+        that frees more.  Then the next gathers wait in the queue behind the sum: the
+        step of 8B over four devices stood still for 2.2 of 82 ms.
         """
         if not (
             self.around_bodies and transfer.sums and self.room.is_full(number, transfer)
         ):
             return False
-        later = self.blocks.all[number + 1 : transfer.interval.reader]
-        return any(each.works for each in later) and not self.is_sent_on(transfer)
+        later = range(number + 1, transfer.interval.reader)
+        has_room = any(
+            self.blocks.all[n].works and not self.room.is_full(n, transfer)
+            for n in later
+        )
+        return has_room and not self.is_sent_on(transfer)
 
     def is_sent_on(self, transfer: ScheduledTransfer) -> bool:
         """Whether another transfer, which may be issued early, is made of this one."""

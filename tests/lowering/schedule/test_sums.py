@@ -90,6 +90,22 @@ def test_in_a_program_with_a_scan_a_sum_comes_where_there_is_room(
     assert sum(each.rule.contracts for unit in units for each in unit.eqns) == before
 
 
+def test_a_sum_that_no_later_work_has_room_for_ends_before_a_scan() -> None:
+    """Not beside it: its terms, and what comes, would be there in all iterations."""
+
+    def f(x: jax.Array, w: jax.Array, ws: jax.Array) -> Any:
+        x, _ = lax.scan(lambda x, w: (x @ w, None), x, w @ jnp.swapaxes(ws, 1, 2))
+        x = jhost.shard(x, P("dp"))
+        large = jnp.tanh(x @ w)
+        total, y = jhost.shard(x.T @ large, P()), large @ w.T
+        y, _ = lax.scan(lambda y, w: (jnp.tanh(y @ w) @ w.T, None), y, ws)
+        return total * 2, y
+
+    body = lowered(f, (8, 4), (4, 64), (3, 4, 64), dp=2).body
+    order = [type(stmt) for stmt in body if isinstance(stmt, Communicate | Wait | Scan)]
+    assert order == [Scan, Communicate, Wait, Scan]
+
+
 @pytest.mark.parametrize("works", [1, 2])
 @pytest.mark.parametrize("spec", [P("dp"), P()])
 def test_a_sum_without_room_that_is_sent_on_does_not_wait(works: int, spec: P) -> None:
