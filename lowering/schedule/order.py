@@ -14,9 +14,9 @@ processes have to write the same program.
   comes later where it would add to the most that the program holds.
 - A permute or an all-to-all brings bytes as a gather does, and has such an interval.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
-  next work.  With a scan around, permutes that would add to the most that the program
+  next work.  Outside of bodies, permutes that would add to the most that the program
   holds come before the work after that, if some later work has room for them.  Beside
-  the scan they would take memory in all iterations.  A sum is waited for when the
+  a scan they would take memory in all iterations.  A sum is waited for when the
   window has no room for the next terms.  Behind the last work little hides it.  The
   window is smaller there, and has to have room for any large value that is made.
   Permutes end soon, and hold what they bring beside the terms.  So they are also waited
@@ -116,7 +116,8 @@ class _Walk:
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
         self.room = Room(program, self.to_come)
-        self.around_bodies = holds_bodies(self.blocks)
+        # A body holds most where the program around it does, or a body inside.
+        self.knows_most = not program.is_body or holds_bodies(self.blocks)
         self.sums: list[list[ScheduledTransfer]] = []
         """Sums under way: those issued at one time are one list."""
         self.again: list[ScheduledTransfer] = []
@@ -150,7 +151,7 @@ class _Walk:
             self.issue(self.due(number))
         # While transfers are under way, work stands on a stream too.  Tokens then tell
         # XLA before which work to issue one, and behind which to wait for it.
-        beside = waited or self.is_under_way()
+        beside = waited or self.is_under_way() or self.holds_back(number)
         ordered = block.contracts or (waited and self.stays_behind(number))
         if has_moved(block) and self.is_under_way():
             self.body += _behind_transfers(block.stmts)
@@ -180,16 +181,20 @@ class _Walk:
             if each.interval.issue <= number and not self.waits_for_room(number, each)
         ]
 
+    def holds_back(self, number: int) -> bool:
+        """Whether some transfer comes behind a work, before the next one."""
+        return any(each.interval.issue <= number for each in self.to_come)
+
     def waits_for_room(self, number: int, transfer: ScheduledTransfer) -> bool:
         """Whether a transfer comes behind a work, before the next one.
 
-        With a scan around, a sum that would add to the most that is held does so, if
-        its reader leaves it a work with room.  XLA would put the work first anyway, as
-        that frees more.  Then the next gathers wait in the queue behind the sum: the
-        step of 8B over four devices stood still for 2.2 of 82 ms.
+        Outside of bodies a sum that would add to the most that is held does so, if its
+        reader leaves it a work with room.  Beside a scan XLA would put the work first
+        anyway, as that frees more.  Then the next gathers wait in the queue behind the
+        sum: the step of 8B over four devices stood still for 2.2 of 82 ms.
         """
         if not (
-            self.around_bodies and transfer.sums and self.room.is_full(number, transfer)
+            self.knows_most and transfer.sums and self.room.is_full(number, transfer)
         ):
             return False
         later = range(number + 1, transfer.interval.reader)
