@@ -17,7 +17,9 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
 from tests.lowering.traced import lowered
 
-RATES = dataclasses.replace(rates_of("NVIDIA H200"), launch=0, host=0)
+H200 = rates_of("NVIDIA H200")
+assert H200 is not None
+RATES = dataclasses.replace(H200, launch=0, host=0)
 LENGTH, WIDTH = 4, 1024
 STACK = (LENGTH, WIDTH, WIDTH)
 SLICE = WIDTH * WIDTH * 4
