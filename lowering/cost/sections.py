@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence, Set as AbstractSet
 from typing import Any
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.effects import read_and_made, reads_writes
 from jhost.lowering.ir.graph import makers_of
 from jhost.lowering.ir.layout import Layout
@@ -23,7 +24,7 @@ from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.ir.statements import Wait
-from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
+from jhost.lowering.layouts.section import Cut, layouts_in_whole, with_fixed_border
 from jhost.lowering.schedule.compute_late import ComputeLate
 
 LAYERS = 3
@@ -80,6 +81,7 @@ class Sections:
         self.laid_out = alike is not None
         self.alike = marks_alike(program) if alike is None else alike
         self.programs = list(programs(program))
+        self.cuts = Shared[Cut]()
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
         self.makers = [
@@ -98,7 +100,7 @@ class Sections:
         body = with_marks(body, marks[first : first + len(all_marks(body))])
         alike = [body.marks[number - first] for number in numbers]
         layer = self.layer(numbers)
-        own = body if layer is None else section(body, layer)
+        own = body if layer is None else self.cut(body, layer).out_of(body)
         if (holder or layer) and not self.laid_out:
             own = with_fixed_border(own, self.layouts[holder])
         return Section(
@@ -107,6 +109,15 @@ class Sections:
             in_pieces=_border(own) - _border(body),
             carried={} if layer is None else self.carried(holder, layer, own),
         )
+
+    def cut(self, program: Program, layer: range) -> Cut:
+        """Where a layer of a program is cut out, whatever its marks ask for."""
+        known = self.cuts.of(program)
+        for cut in known:
+            if cut.numbers == layer:
+                return cut
+        known.append(Cut.of(program, layer))
+        return known[-1]
 
     def carried(self, holder: int, layer: range, own: Program) -> Mapping[str, str]:
         """The params of a layer that the layer before it makes, if both are alike.

@@ -79,7 +79,7 @@ class Views(Machine):
         if isinstance(value, int):
             return value
         # Only where ranks differ: XLA reads and writes static slices in place.
-        loops = {LoopIndex(name): i for name, i in self.loops.items()}
+        loops: dict[Index, Any] = {LoopIndex(n): i for n, i in self.loops.items()}
         return evaluate(index, ChainMap(loops, self.own_ranks))
 
     def site(self, chunk: ir.Chunk | None) -> Site:

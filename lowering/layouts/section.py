@@ -6,12 +6,13 @@ The part is a body, or some statements in a row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jhost.lowering.ir.effects import read_and_made, reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder
 from jhost.lowering.layouts.propagate_layouts import solve_program
 from jhost.lowering.layouts.solve import Solution
@@ -43,20 +44,39 @@ def _layouts(
                 yield from _layouts(solution, inner, leaving)
 
 
-def section(program: Program, numbers: range) -> Program:
-    """A program of the statements of those numbers; shared values cross its border."""
-    body = program.body[numbers.start : numbers.stop]
-    params, made = read_and_made(body)
-    later, _ = read_and_made(program.body[numbers.stop :])
-    wanted = later.keys() | {result.name for result in program.results}
-    return dataclasses.replace(
-        program,
-        params=tuple(params.values()),
-        results=tuple(buffer for name, buffer in made.items() if name in wanted),
-        body=body,
-        marks=tuple(mark for mark in program.marks if mark.buffer in made),
-        remarks=(),
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """Some statements of a program in a row; values that they share cross its border.
+
+    It is made once for programs that differ in marks.  Passes know what they have made
+    before by its statements, which are then the same objects.
+    """
+
+    numbers: range
+    body: tuple[Stmt, ...]
+    params: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    made: Set[str]
+
+    @classmethod
+    def of(cls, program: Program, numbers: range) -> Cut:
+        body = program.body[numbers.start : numbers.stop]
+        params, made = read_and_made(body)
+        later, _ = read_and_made(program.body[numbers.stop :])
+        wanted = later.keys() | {result.name for result in program.results}
+        results = (buffer for name, buffer in made.items() if name in wanted)
+        return cls(numbers, body, tuple(params.values()), tuple(results), made.keys())
+
+    def out_of(self, program: Program) -> Program:
+        """The statements as a program of its own, with the marks of `program`."""
+        return dataclasses.replace(
+            program,
+            params=self.params,
+            results=self.results,
+            body=self.body,
+            marks=tuple(mark for mark in program.marks if mark.buffer in self.made),
+            remarks=(),
+        )
 
 
 def with_fixed_border(program: Program, layouts: Mapping[str, Layout]) -> Program:
