@@ -25,7 +25,7 @@ _CLOSE = 0.98
 Sums elsewhere make other computations as well, so it is an estimate and no bound.
 """
 
-_HOPELESS = 1.05
+_HOPELESS = 1.1
 """A candidate that takes so many times the time without a loop is not varied."""
 
 _NOTABLE = 0.99
@@ -79,7 +79,7 @@ class FoundStreamsChoice:
             if all(outcome.seconds < each.seconds for each in outcomes[1:]):
                 kept = dict(self.chosen)
             outcomes.append(outcome)
-            # The others only put sums elsewhere, which does not win back as much.
+            # The others only put sums elsewhere, which wins back less: up to a tenth.
             if outcome.seconds > _HOPELESS * plain.seconds:
                 break
         best = min((each.seconds for each in outcomes[1:]), default=math.inf)

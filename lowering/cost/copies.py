@@ -80,7 +80,7 @@ class Copies:
 def written_in_pieces(program: Program) -> set[str]:
     """The values that are written part by part and not read as a whole."""
     stmts = ir.walk(program.body)
-    made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
+    made = {stmt.buffer.name for stmt in ir.every(ir.Allocate, stmts)}
     return made - read_whole(program) if made else made
 
 

@@ -88,11 +88,8 @@ class Aliases:
 
     def __init__(self, body: Iterable[ir.Stmt]) -> None:
         # Those in loops too: an iteration's aliases are of memory outside.
-        self.selects = {
-            stmt.out.name: stmt
-            for stmt in ir.walk(tuple(body))
-            if isinstance(stmt, ir.Select)
-        }
+        selects = ir.every(ir.Select, ir.walk(tuple(body)))
+        self.selects = {stmt.out.name: stmt for stmt in selects}
 
     def through(self, name: str) -> Iterator[ir.Select]:
         """The `Select`s by which a name reaches memory, its own first."""

@@ -31,6 +31,7 @@ from jhost.lowering.ir.statements import (
     Select,
     Stmt,
     Wait,
+    every,
 )
 from jhost.lowering.rules.properties import is_barrier
 
@@ -131,10 +132,10 @@ def nodes(
     `barriers` has the operands of the barrier that makes a buffer, by its name.
     """
     barriers = barriers or {}
-    waits = {stmt.communication for stmt in body if isinstance(stmt, Wait)}
+    waits = {stmt.communication for stmt in every(Wait, body)}
     together: dict[int, tuple[Stmt, ...]] = {}
     if waits:  # most stretches have none
-        issued = {stmt.name for stmt in body if isinstance(stmt, Communicate)}
+        issued = {stmt.name for stmt in every(Communicate, body)}
         for number, stmt in enumerate(body):
             if isinstance(stmt, Wait) and stmt.communication in issued:
                 together[number] = ()

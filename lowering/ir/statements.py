@@ -9,8 +9,8 @@ tensor views and a jaxpr's equations in place of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from jhost.lowering.ir.buffer import Buffer as Buffer, Dim as Dim, node as node
 from jhost.lowering.ir.control_flow import (
@@ -252,6 +252,17 @@ Stmt: TypeAlias = (
     | While
     | Cond
 )
+
+
+_Kind = TypeVar("_Kind", bound=Stmt)
+
+
+def every(kind: type[_Kind], body: Iterable[Stmt]) -> list[_Kind]:
+    """The statements of one kind among some, without those that loops hold."""
+    body = [*body]
+    # Passes ask this of all statements, so it calls nothing for each.
+    own = [stmt for stmt, its in zip(body, map(type, body), strict=True) if its is kind]
+    return cast("list[_Kind]", own)
 
 
 def walk(body: tuple[Stmt, ...]) -> Sequence[Stmt]:

@@ -83,7 +83,14 @@ class AssignmentEffects:
         # One that forwards has its only want from its first operand.
         wants = [(n, want) for n, (_, want) in zip(op.ins, effect.wants, strict=False)]
         rests = [(n, rest) for n, (_, rest) in zip(op.outs, effect.rests, strict=True)]
-        return dataclasses.replace(effect, wants=tuple(wants), rests=tuple(rests))
+        return AssignmentEffect(
+            tuple(wants),
+            tuple(rests),
+            effect.cost,
+            effect.more,
+            effect.at_rest,
+            effect.flops,
+        )
 
     def found(self, op: Operation, assignment: Assignment) -> AssignmentEffect:
         rests: list[tuple[str, Layout]] = []

@@ -95,17 +95,13 @@ class _Segmenter:
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
         every = ir.walk(program.body)
+        loops = {id(stmt) for stmt in ir.every(ir.For, every)}
         # A loop's statements come by themselves.
-        reads = [
-            reads_writes(stmt)[0] for stmt in every if not isinstance(stmt, ir.For)
-        ]
+        reads = [reads_writes(stmt)[0] for stmt in every if id(stmt) not in loops]
         self.reads.update([buffer.name for buffers in reads for buffer in buffers])
-        for stmt in every:
-            # A value written through an alias or into an allocation is never local.
-            if isinstance(stmt, ir.Select):
-                self.kept.add(stmt.out.name)
-            elif isinstance(stmt, ir.Allocate):
-                self.kept.add(stmt.buffer.name)
+        # A value written through an alias or into an allocation is never local.
+        self.kept |= {stmt.out.name for stmt in ir.every(ir.Select, every)}
+        self.kept |= {stmt.buffer.name for stmt in ir.every(ir.Allocate, every)}
 
     def body(self, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
         return tuple(self.stretches(body))
