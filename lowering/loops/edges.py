@@ -108,7 +108,7 @@ class Edges:
         self.allocate = allocate
         self.buffers: dict[tuple[str, bool], ir.Buffer] = {}
         self.kept: set[str] = set()
-        self.windows: dict[str, ir.Buffer] = {}
+        self.windows: dict[tuple[str, ChunkHalo], ir.Buffer] = {}
 
     def next_chunk(self) -> None:
         """Forget what was kept of the chunk so far, and made for it."""
@@ -141,46 +141,19 @@ class Edges:
         step: Index,
         place: ir.Chunk,
     ) -> Iterator[ir.Stmt]:
-        """Make the widest window of a chunk of `buffer`, and end with a part of it.
-
-        XLA writes what it puts together, so all readers have parts of one.
-        """
-        before, after = (self.widest.get((buffer.name, b), 0) for b in (False, True))
-        if buffer.name not in self.windows:
-            widest = ChunkHalo(halo.dim, before, after)
-            yield from self.put_together(buffer, chunk, widest, step, place)
-        start, size = (
-            before - halo.before,
-            halo.before + chunk.shape[halo.dim] + halo.after,
-        )
-        yield ir.Select(
-            out=self.like(chunk, "window", halo, size),
-            source=self.windows[buffer.name],
-            dim=halo.dim,
-            index=Constant(start),
-            size=Constant(size),
-        )
-
-    def put_together(
-        self,
-        buffer: ir.Buffer,
-        chunk: ir.Buffer,
-        halo: ChunkHalo,
-        step: Index,
-        place: ir.Chunk,
-    ) -> Iterator[ir.Stmt]:
-        """A chunk and the edges of those beside it, as one buffer."""
+        """Make what windows of a chunk of `buffer` read, and note it in `windows`."""
+        if (buffer.name, halo) in self.windows:
+            return
         pieces, places = [chunk], [halo.before]
         size = halo.before + chunk.shape[halo.dim] + halo.after
         for edges, behind in self.edges(buffer, halo):
             slot = self.slot(edges, self.step_beside(step, behind))
             yield slot
             pieces.append(slot.out)
-            places.append(size - halo.after if behind else 0)
-        self.windows[buffer.name] = chunk
-        if len(pieces) == 1:
-            return
-        out = self.windows[buffer.name] = self.like(chunk, "wide", halo, size)
+            # Of a wider edge there are elements outside of the window.
+            wide = edges.shape[halo.dim + 1]
+            places.append(size - halo.after if behind else halo.before - wide)
+        out = self.like(chunk, "window", halo, size)
         unit = unit_of(
             out.name,
             _window,
@@ -192,6 +165,7 @@ class Edges:
         )
         # On the chunk that its reader works on, so that both may be one unit.
         yield ir.Compute(unit=unit, ins=tuple(pieces), outs=(out,), chunk=place)
+        self.windows[buffer.name, halo] = out
 
     def edges(
         self, buffer: ir.Buffer, halo: ChunkHalo

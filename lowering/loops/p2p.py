@@ -115,9 +115,7 @@ class P2PLoop(MovingLoop):
         buffer = node.reads[number]
         place = self.chunk_of(part)
         self.body += self.edges.window(buffer, chunk, halo, self.step, place)
-        part_of_window = self.body[-1]
-        assert isinstance(part_of_window, ir.Select)
-        return part_of_window.out
+        return self.edges.windows[buffer.name, halo]
 
     def keep_edges(self, nodes: Group) -> None:
         """Keep the edges of the chunk at hand that windows of these nodes read."""
