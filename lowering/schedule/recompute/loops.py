@@ -26,6 +26,9 @@ from jhost.lowering.schedule.recompute.cut import least_cut
 
 Cheap: TypeAlias = Compute | Select
 
+_MOVED = frozenset({"pad", "slice"})
+"""Primitives that move elements: what they need of neighbours is there already."""
+
 
 def with_copies(program: Program) -> tuple[Program, set[str]]:
     """`program` with cheap values computed again where that keeps fewer bytes.
@@ -180,7 +183,7 @@ def is_cheap(stmt: Stmt) -> TypeGuard[Cheap]:
     if not isinstance(stmt, Compute):
         return isinstance(stmt, Select)
     names = [each.eqn.primitive.name for each in stmt.unit.eqns]
-    return len(names) == 1 and names[0] in COMPUTED_AGAIN
+    return len(names) == 1 and names[0] in COMPUTED_AGAIN | _MOVED
 
 
 def operands(stmt: Cheap) -> list[str]:
