@@ -2,19 +2,22 @@
 
 Only the optimizer reads the gradient of a weight, so it may be computed long after its
 operands are there: beside a transfer that would have no other work beside it.  Cheap
-statements on such a gradient, and transfers of it, wait with it.  The choice goes by
+statements on such a gradient, and transfers of it, wait with it.  So do cheap values
+that nothing else reads, because XLA fuses these into their readers.  The choice goes by
 counts, as in `order.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from jhost.lowering.ir.graph import Group, Node, makers_of, read_by, written_by
+from jhost.lowering.ir.layout import bytes_in
 from jhost.lowering.ir.operation import has_contraction
-from jhost.lowering.ir.statements import Communicate
-from jhost.lowering.schedule.cheap import can_wait
+from jhost.lowering.ir.statements import Communicate, Compute
+from jhost.lowering.schedule.cheap import can_wait, is_cheap
 
 _TRANSFERS = 2
 """The contractions that are ready are shared by so many transfers.
@@ -32,6 +35,7 @@ class WaitingContractions:
     def __init__(
         self, graph: Sequence[Node], numbers: Iterable[int], in_loops: Collection[int]
     ) -> None:
+        self.graph = graph
         self.every = [graph[number] for number in sorted(numbers)]
         self.ids = {*map(id, self.every)}
         self.waiting = self.every
@@ -41,22 +45,25 @@ class WaitingContractions:
         """Whether a contraction was taken since groups were last resumed."""
         # Names of what is still to be made: a sum that reads none of them is ready.
         self.unmade = written_by(graph)
+        self.params = read_by(graph) - self.unmade
+        self.for_late: dict[str, Group] = {}
+        """Cheap groups that only late groups read, by the values that they make."""
         # How many that wait write a value; counted, as programs have hundreds of each.
         self.late = Counter[str]()
         self.count_late(self.waiting, 1)
 
     def in_order(self, groups: Sequence[Group]) -> Iterator[Group]:
         """The groups as they are to be written; loops take contractions meanwhile."""
+        self.for_late = self.read_late(groups) if self.every else {}
         for group in groups:
             # A waiting contraction is written where a transfer or a reader takes it.
-            if self.has(group[0]):
+            if self.has(group[0]) or self.is_for_late(group):
                 continue
             if self.can_wait(group) and self.is_late(group):
                 self.put(group)
                 continue
             yield from self.before(group)
-            yield group
-            self.made(group)
+            yield from self.written(group)
             yield from self.resumed()
         # No transfer is left beside which these could stand.
         yield from self.in_turn(self.waiting)
@@ -161,8 +168,67 @@ class WaitingContractions:
             if self.is_late(group):
                 self.put(group)
             else:
-                yield group
-                self.made(group)  # others may be taken meanwhile
+                yield from self.written(group)  # others may be taken meanwhile
+
+    # --- What only they read -------------------------------------------------- #
+
+    def read_late(self, groups: Sequence[Group]) -> dict[str, Group]:
+        """The cheap groups that only groups read that may be late, by their values."""
+        behind = self.may_be_late(groups)
+        found: dict[str, Group] = {}
+        # From the last to the first: a reader may be such a group itself.
+        for group in reversed(groups):
+            made = written_by(group)
+            readers = set[int]().union(*(self.readers.get(name, ()) for name in made))
+            if id(group[0]) in behind or not readers or not readers <= behind:
+                continue
+            if self.can_wait(group) and self.keeps_no_more(group[0]):
+                behind.add(id(group[0]))
+                found |= dict.fromkeys(made, group)
+        return found
+
+    def may_be_late(self, groups: Sequence[Group]) -> set[int]:
+        """The groups that wait if all contractions do, each by its first node."""
+        late, behind = written_by(self.every), set[int]()
+        for group in groups:
+            waits = self.can_wait(group) and not self.has(group[0])
+            if waits and not late.isdisjoint(_read(group)):
+                behind.add(id(group[0]))
+                late |= written_by(group)
+        return behind
+
+    @functools.cached_property
+    def readers(self) -> dict[str, set[int]]:
+        """By value, the nodes that read it: also those that loops write."""
+        readers: dict[str, set[int]] = {}
+        for node in self.graph:
+            for name in _read([node]):
+                readers.setdefault(name, set()).add(id(node))
+        return readers
+
+    def keeps_no_more(self, node: Node) -> bool:
+        """Whether a node is cheap, and its operands take no more than its results."""
+        kept = [buffer for buffer in node.reads if buffer.name not in self.params]
+        return (
+            isinstance(node.stmt, Compute)
+            and all(map(is_cheap, node.stmt.unit.eqns))
+            and bytes_in(kept) <= bytes_in(node.writes)
+        )
+
+    def is_for_late(self, group: Group) -> bool:
+        """Whether a group is written with the first group that reads it."""
+        return any(buffer.name in self.for_late for buffer in group[0].writes)
+
+    def written(self, group: Group) -> Iterator[Group]:
+        """A group, behind the cheap groups that were left for it."""
+        for buffer in (buffer for node in group for buffer in node.reads):
+            left = self.for_late.get(buffer.name, ())
+            for name in written_by(left):
+                del self.for_late[name]
+            if left:
+                yield from self.written(left)
+        yield group
+        self.made(group)
 
 
 def _read(group: Group) -> set[str]:
