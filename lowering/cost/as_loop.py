@@ -22,7 +22,7 @@ from jhost.lowering.units.segment import Segment
 
 def as_loop(scan: ir.Scan) -> Program:
     """The body of a scan with a counter, and with stacks instead of slices."""
-    if not (scan.xs or scan.ys):
+    if not (scan.length and (scan.xs or scan.ys)):
         return scan.body
     *_, slices = scan_ins(scan, scan.body.params)
     _, ys = scan_outs(scan, scan.body.results)

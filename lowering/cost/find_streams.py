@@ -32,7 +32,7 @@ from jhost.lowering.streams.found_stream import FoundStream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Way:
+class _MarkedProgram:
     """Streams to weigh, and the programs to weigh them in.
 
     Attributes:
@@ -47,8 +47,8 @@ class _Way:
     looped: Program
     plain: Program
 
-    def is_like(self, other: _Way) -> bool:
-        """Whether both ask for the same, and nothing lies in another way."""
+    def is_like(self, other: _MarkedProgram) -> bool:
+        """Whether both ask for the same, and nothing lies in another marked."""
         asked, others = (
             [dataclasses.replace(m, spares=False) for own in each.marks for m in own]
             for each in (self, other)
@@ -85,32 +85,34 @@ class FindStreams:
             return program
         if any(isinstance(remark, Search) for remark in program.remarks):
             return program  # found already, to choose its layouts
-        ways = self.ways(program, StreamBounds(self.rates, self.transfers.can_hide))
-        found = [self.by_time(program, way, self.rates) for way in ways]
+        every = self.marked(program, StreamBounds(self.rates, self.transfers.can_hide))
+        found = [self.by_time(program, each, self.rates) for each in every]
         if not found:
             return _remarked(program, Search())
         first, *others = found
         return min(found, key=self.seconds) if others else first
 
-    def ways(self, program: Program, bounds: StreamBounds) -> list[_Way]:
+    def marked(self, program: Program, bounds: StreamBounds) -> list[_MarkedProgram]:
         """The streams that are worth weighing, and those where weights stay besides."""
         plain = self.laid_out(program)
         first = bounds.streams(plain)
-        ways = [self.way(program, plain, _numbered(first))] if any(first) else []
+        every = (
+            [self.marked_with(program, plain, _numbered(first))] if any(first) else []
+        )
         more = bounds.streams(plain, spares=True)
         if any(m.spares for streams in more for s in streams for m in s.every_mark):
-            way = self.way(program, plain, _numbered(more))
-            if not any(map(way.is_like, ways)):
-                ways.append(way)
-        return ways
+            marked = self.marked_with(program, plain, _numbered(more))
+            if not any(map(marked.is_like, every)):
+                every.append(marked)
+        return every
 
-    def way(
+    def marked_with(
         self, program: Program, plain: Program, found: Sequence[Sequence[FoundStream]]
-    ) -> _Way:
+    ) -> _MarkedProgram:
         """`program` with marks for `found` streams; `plain` is laid out without."""
         marks = [[m for each in streams for m in each.every_mark] for streams in found]
         of_program = _of_global_values(marks, plain, program)
-        return _Way(
+        return _MarkedProgram(
             # Bodies come first.  The program around them is weighed with their loops.
             streams=[each for streams in reversed(found) for each in streams],
             marks=of_program,
@@ -121,15 +123,17 @@ class FindStreams:
     def seconds(self, program: Program) -> float:
         return self.whole.predicted(program).total
 
-    def by_time(self, program: Program, way: _Way, rates: Rates) -> Program:
+    def by_time(
+        self, program: Program, marked: _MarkedProgram, rates: Rates
+    ) -> Program:
         """`program` with the loops that gain among those of found streams."""
-        weighing = self.weighed(way, rates)
-        asked = weighing.asked(way.marks)
+        weighing = self.weighed(marked, rates)
+        asked = weighing.asked(marked.marks)
         if not any(asked):
             return _remarked(program, Search(left=tuple(weighing.left)))
         chosen = _with_more_marks(program, asked)
         chosen = _remarked(chosen, Search(left=tuple(weighing.left)))
-        return self.if_faster(program, chosen, way.streams)
+        return self.if_faster(program, chosen, marked.streams)
 
     def if_faster(
         self, program: Program, chosen: Program, streams: Sequence[FoundStream]
@@ -154,16 +158,16 @@ class FindStreams:
         """`program` with its layouts and communications."""
         return through(self.layouts, program)
 
-    def weighed(self, way: _Way, rates: Rates) -> FoundStreamsChoice:
+    def weighed(self, marked: _MarkedProgram, rates: Rates) -> FoundStreamsChoice:
         """The best choice for each stream."""
         with_loops, without = (
             Sections(
-                each, [numbers_of(all_marks(each), s.marks[0]) for s in way.streams]
+                each, [numbers_of(all_marks(each), s.marks[0]) for s in marked.streams]
             )
-            for each in (way.looped, way.plain)
+            for each in (marked.looped, marked.plain)
         )
         weighing = FoundStreamsChoice(with_loops, without, self.loops, rates)
-        for each in way.streams:
+        for each in marked.streams:
             weighing.choose(each)
         return weighing
 

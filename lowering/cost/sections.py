@@ -24,7 +24,7 @@ from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.ir.statements import Wait
-from jhost.lowering.layouts.section import Cut, layouts_in_whole, with_fixed_border
+from jhost.lowering.layouts.section import CutOut, layouts_in_whole, with_fixed_border
 from jhost.lowering.schedule.compute_late import ComputeLate
 
 LAYERS = 3
@@ -81,7 +81,7 @@ class Sections:
         self.laid_out = alike is not None
         self.alike = marks_alike(program) if alike is None else alike
         self.programs = list(programs(program))
-        self.cuts = Shared[Cut]()
+        self.cuts = Shared[CutOut]()
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
         self.makers = [
@@ -110,13 +110,13 @@ class Sections:
             carried={} if layer is None else self.carried(holder, layer, own),
         )
 
-    def cut(self, program: Program, layer: range) -> Cut:
+    def cut(self, program: Program, layer: range) -> CutOut:
         """Where a layer of a program is cut out, whatever its marks ask for."""
         known = self.cuts.of(program)
         for cut in known:
             if cut.numbers == layer:
                 return cut
-        known.append(Cut.of(program, layer))
+        known.append(CutOut.of(program, layer))
         return known[-1]
 
     def carried(self, holder: int, layer: range, own: Program) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ _LITTLE = 1024
 """The part of all work (a 1024th) by which it may grow."""
 
 
-Change: TypeAlias = tuple[int, Assignment, bool]
+NewDecision: TypeAlias = tuple[int, Assignment, bool]
 """An operation, another assignment, and whether it changes alone."""
 
 
@@ -39,7 +39,7 @@ class Failed:
     """
 
     now: int = 0
-    by: dict[Change, tuple[int, Sequence[Operation]]] = dataclasses.field(
+    by: dict[NewDecision, tuple[int, Sequence[Operation]]] = dataclasses.field(
         default_factory=dict
     )
     at: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -50,7 +50,7 @@ class Failed:
         for op in operations:
             self.at.update(dict.fromkeys(_around(op), self.now))
 
-    def fails_again(self, change: Change) -> bool:
+    def fails_again(self, change: NewDecision) -> bool:
         """Whether it failed, and nothing that it depends on has changed since."""
         if change not in self.by:
             return False

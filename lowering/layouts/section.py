@@ -45,7 +45,7 @@ def _layouts(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class CutOut:
     """Some statements of a program in a row; values that they share cross its border.
 
     It is made once for programs that differ in marks.  Passes know what they have made
@@ -59,7 +59,7 @@ class Cut:
     made: Set[str]
 
     @classmethod
-    def of(cls, program: Program, numbers: range) -> Cut:
+    def of(cls, program: Program, numbers: range) -> CutOut:
         body = program.body[numbers.start : numbers.stop]
         params, made = read_and_made(body)
         later, _ = read_and_made(program.body[numbers.stop :])

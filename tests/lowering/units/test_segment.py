@@ -200,29 +200,30 @@ def test_every_pass_is_dumped_in_order(
         "f.00_build.txt",
         "f.01_in_blocks.txt",
         "f.02_pad_uneven.txt",
-        "f.03_choose_pipelines.txt",
-        "f.04_choose_layouts.txt",
-        "f.05_find_streams.txt",
-        "f.06_propagate_layouts.txt",
-        "f.07_carry_partial_sums.txt",
-        "f.08_delay_reductions.txt",
-        "f.09_convert_to_communications.txt",
-        "f.10_split_all_reduces.txt",
-        "f.11_leave_idle_marks.txt",
-        "f.12_combine_small.txt",
-        "f.13_compute_late.txt",
-        "f.14_lower_streams.txt",
-        "f.15_order_by_steps.txt",
-        "f.16_choose_schedule.txt",
-        "f.17_segment.txt",
-        "f.18_schedule_loops.txt",
-        "f.19_insert_deallocations.txt",
-        "f.20_choose_permutes.txt",
+        "f.03_split_axes.txt",
+        "f.04_choose_pipelines.txt",
+        "f.05_choose_layouts.txt",
+        "f.06_find_streams.txt",
+        "f.07_propagate_layouts.txt",
+        "f.08_carry_partial_sums.txt",
+        "f.09_delay_reductions.txt",
+        "f.10_convert_to_communications.txt",
+        "f.11_split_all_reduces.txt",
+        "f.12_leave_idle_marks.txt",
+        "f.13_combine_small.txt",
+        "f.14_compute_late.txt",
+        "f.15_lower_streams.txt",
+        "f.16_order_by_steps.txt",
+        "f.17_choose_schedule.txt",
+        "f.18_segment.txt",
+        "f.19_schedule_loops.txt",
+        "f.20_insert_deallocations.txt",
+        "f.21_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
-    assert "Reshard(" in texts[6]
-    assert "AllGather(" not in texts[6]
-    assert "AllGather(" in texts[9]
+    assert "Reshard(" in texts[7]
+    assert "AllGather(" not in texts[7]
+    assert "AllGather(" in texts[10]
     assert all(text.startswith("program f") for text in texts)
 
 
