@@ -36,15 +36,31 @@ _REDUCERS: dict[str, Reducer] = {
     "reduce_window_min": "min",
     "reduce_window_sum": "sum",
 }
+_FUNCTIONS: dict[str, Reducer] = {
+    "add": "sum",
+    "mul": "prod",
+    "max": "max",
+    "min": "min",
+    "and": "and",
+    "or": "or",
+}
+"""The reducers that a function of one primitive is."""
 
 
 @rule("reduce_window", *_REDUCERS, "select_and_gather_add")
 def windows(eqn: JaxprEqn) -> DimRule:
-    """A dim that a window slides over is read in windows."""
+    """A dim that a window slides over is read in windows.
+
+    XLA skips places without an element.  Nobody knows what changes no value where a
+    function of the user's combines two, so dims with such places stay whole there.
+    """
     (first, *_), result = eqn.invars, shape_of(eqn.outvars[0])
     factors = Factors()
+    skips = eqn.primitive.name == "reduce_window" and _reducer(eqn) is None
     pairs = [
-        reading(factors, reads_of(eqn, dim, size), result[dim])
+        (None, None)
+        if skips and _has_gaps(eqn, dim)
+        else reading(factors, reads_of(eqn, dim, size), result[dim])
         for dim, size in enumerate(shape_of(first))
     ]
     operand, out = zip(*pairs, strict=True) if pairs else ((), ())
@@ -54,6 +70,23 @@ def windows(eqn: JaxprEqn) -> DimRule:
         operands, [out] * len(eqn.outvars), _rebind(operand, _fills(eqn))
     )
     return dataclasses.replace(made, counted=made.windowed)
+
+
+def _reducer(eqn: JaxprEqn) -> Reducer | None:
+    """What the function of a `reduce_window` of one operand is, if it has a name."""
+    made = eqn.params["jaxpr"]
+    if len(made.eqns) != 1 or len(eqn.invars) != 2:
+        return None
+    (combined,) = made.eqns
+    # The function may give one of its arguments to both sides.
+    if {*map(id, combined.invars)} != {*map(id, made.invars)}:
+        return None
+    return _FUNCTIONS.get(combined.primitive.name)
+
+
+def _has_gaps(eqn: JaxprEqn, dim: int) -> bool:
+    """Whether a window may slide over places of a dim that have no element."""
+    return any(eqn.params["padding"][dim]) or eqn.params["base_dilation"][dim] > 1
 
 
 def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
@@ -73,9 +106,13 @@ def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
 def _fills(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Gives, from the operands, the value that pads each of them."""
     name = eqn.primitive.name
-    if name == "reduce_window":
-        return lambda args: args[len(args) // 2 :]
     dtypes = [aval_of(v).dtype for v in eqn.invars]
+    if name == "reduce_window":
+        reducer = _reducer(eqn)
+        if reducer is None:  # where it pads there is nothing to pad
+            return lambda args: args[len(args) // 2 :]
+        filled = [identity(reducer, dtypes[0])]
+        return lambda args: filled
     if name == "select_and_gather_add":
         extreme = "max" if eqn.params["select_prim"].name == "ge" else "min"
         fills = [np.zeros((), dtypes[0])[()], identity(extreme, dtypes[1])]

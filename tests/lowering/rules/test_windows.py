@@ -32,10 +32,16 @@ CheckRule: TypeAlias = Callable[..., set[str]]
             x, 0.0, lax.add, (3,), (2,), ((2, 1),), (2,), (2,)
         ),
         lambda x: lax.reduce_window(x, 1.0, lax.mul, (3,), (1,), "SAME"),
+        # XLA begins with the initial value once, and skips places without an element.
+        lambda x: lax.reduce_window(x, 2.0, lax.add, (3,), (1,), "SAME", (2,)),
+        lambda x: lax.reduce_window(
+            x, 2.0, lambda a, b: a + b + 1, (3,), (1,), "SAME"
+        ),
     ],
     ids=[
         "stride", "own stride", "small", "cut and padded", "spread out", "rev",
-        "concatenate", "windows with gaps", "any reduction",
+        "concatenate", "windows with gaps", "any reduction", "any beginning",
+        "any function",
     ],
 )  # fmt: skip
 def test_one_dim(fun: Callable[[Any], Any], check_rule: CheckRule) -> None:
