@@ -32,16 +32,16 @@ def _local_shape(operand: Operand, mesh: Mesh) -> tuple[int, ...]:
 
 def random_set(operands: tuple[Operand, ...], mesh: Mesh, seed: int) -> Set:
     """Normal values of each operand's scale."""
-    return _maker(operands, mesh, integers=False)(seed)
+    return maker(operands, mesh, integers=False)(seed)
 
 
 def integer_set(operands: tuple[Operand, ...], mesh: Mesh, seed: int) -> Set:
     """Small multiples of each operand's unit, whose sums bfloat16 holds exactly."""
-    return _maker(operands, mesh, integers=True)(seed)
+    return maker(operands, mesh, integers=True)(seed)
 
 
 @functools.lru_cache(maxsize=64)
-def _maker(
+def maker(
     operands: tuple[Operand, ...], mesh: Mesh, *, integers: bool
 ) -> Callable[[int], Set]:
     make = _integers if integers else _normal

@@ -16,7 +16,7 @@ import pytest
 # Last, so that `jhost` stays the one that is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import launch, layers, report, torch_profile
+from benchmarks import launch, layers, operands, report, torch_profile
 from benchmarks.axes import along_tp
 from benchmarks.step import (
     __main__ as command,
@@ -27,7 +27,12 @@ from benchmarks.step import (
     torch_arms,
 )
 from benchmarks.timing import CODE_PATH
-from tests.benchmark_runs import in_two_processes
+from tests.benchmark_runs import in_two_processes, numpy_maker
+
+
+@pytest.fixture(autouse=True)
+def drawn_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "maker", numpy_maker)
 
 
 def run(path: Path, *options: str) -> dict[str, Any]:

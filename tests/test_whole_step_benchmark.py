@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("optax")  # of the step; it comes with test-ecosystem
@@ -24,6 +26,17 @@ from tests.benchmark_runs import in_two_processes
 pytestmark = pytest.mark.newest  # what we measure with, and not the library
 
 TINY = ["--form", "whole", "--models", "tiny", "--layers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def drawn_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA compiles the random numbers of a model as long as its step."""
+    rng = np.random.default_rng(0)
+
+    def normal(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    monkeypatch.setattr(jax.random, "normal", normal)
 
 
 def run(path: Path, *options: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def test_values_and_types_are_those_of_jax(mesh: Mesh, function: Function) -> No
 def test_gradients_are_those_of_jax(mesh: Mesh, function: Function) -> None:
     """By itself, and in an outer jit."""
     args = sharded(mesh)
-    expected = jax.grad(loss_of(jax.jit(function)), (0, 1))(*args)
+    expected = jax.jit(jax.grad(loss_of(function), (0, 1)))(*args)
     own = jax.grad(loss_of(jhost.jit(function)), (0, 1))
     assert_same(own(*args), expected)
     assert_same(jax.jit(own)(*args), expected)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jhost
 from jhost import errors
 from tests.jhost.derived import vjp
-from tests.jhost.quick_random import quick_key, rngs
+from tests.jhost.quick_random import kernel_by_numpy, quick_key, rngs
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array
 
@@ -81,6 +81,9 @@ def made(mesh: Mesh, make: Callable[..., Any], *args: Any, **options: Any) -> An
     """A layer that knows the mesh."""
     with jax.set_mesh(mesh):
         return make(*args, rngs=rngs(), **options)
+
+
+BY_NUMPY: dict[str, Any] = {"kernel_init": kernel_by_numpy}
 
 
 def integral(layer: Any) -> Any:
@@ -157,21 +160,17 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ("name", "how", "axes"),
     [
         ("mlp", "p2p", "1"),
-        ("mlp", "collective", "2"),
         ("mlp", "collective", "2 x 4"),
-        ("mlp", "p2p", "2 x 4"),
-        ("rows", "p2p", "4"),
+        ("mlp", "p2p", "4"),
         ("rows", "collective", "2"),
-        ("columns", "collective", "2 x 4"),
         ("columns, no bias", "p2p", "4"),
-        ("rows, whole sequence", "p2p", "2 x 4"),
-        ("mlp, whole sequence", "collective", "2"),
-        ("mlp, whole sequence", "p2p", "2 x 4"),
+        ("rows, whole sequence", "p2p", "2"),
+        ("mlp, whole sequence", "collective", "2 x 4"),
     ],
 )
 def test_linear_layers_are_exact(name: str, how: str, axes: str) -> None:
     mesh = mesh_of(**MESHES[axes])
-    parallel, plain = (integral(made(mesh, make)) for make in PAIRS[name])
+    parallel, plain = (integral(made(mesh, make, **BY_NUMPY)) for make in PAIRS[name])
     x = array(BATCH, SEQUENCE, FEATURES)
     assert_alike(by_jhost(mesh, how), parallel, plain, x)
 
@@ -179,8 +178,8 @@ def test_linear_layers_are_exact(name: str, how: str, axes: str) -> None:
 @pytest.mark.parametrize("axes", ["1", "2 x 4"])
 def test_swiglu_is_flax_s(axes: str) -> None:
     mesh = mesh_of(**MESHES[axes])
-    parallel = made(mesh, layers.ParallelSwiGLU, FEATURES, HIDDEN)
-    plain = made(mesh, PlainSwiGLU)
+    parallel = made(mesh, layers.ParallelSwiGLU, FEATURES, HIDDEN, **BY_NUMPY)
+    plain = made(mesh, PlainSwiGLU, **BY_NUMPY)
     assert_alike(by_jhost(mesh, "p2p"), parallel, plain, tokens(), atol=1e-5)
 
 
@@ -189,14 +188,16 @@ def test_swiglu_is_flax_s(axes: str) -> None:
 )
 def test_tokens_may_have_fewer_dims(shape: tuple[int, ...], spec: P) -> None:
     mesh = mesh_of(tp=4)
-    parallel, plain = (integral(made(mesh, make)) for make in PAIRS["columns"])
+    both = PAIRS["columns"]
+    parallel, plain = (integral(made(mesh, make, **BY_NUMPY)) for make in both)
     assert_alike(by_jhost(mesh, "p2p", spec), parallel, plain, array(*shape))
 
 
 def test_a_sequence_that_does_not_divide() -> None:
     """Ten tokens on four devices."""
     mesh, x = mesh_of(tp=4), array(BATCH, 10, FEATURES)
-    parallel, plain = (integral(made(mesh, make)) for make in PAIRS["mlp"])
+    both = PAIRS["mlp"]
+    parallel, plain = (integral(made(mesh, make, **BY_NUMPY)) for make in both)
     assert_alike(by_jhost(mesh, "p2p", P()), parallel, plain, x)
 
 
@@ -220,22 +221,21 @@ def test_computing_in_bfloat16() -> None:
 
 @pytest.mark.parametrize(
     ("kv_heads", "axes"),
-    [(8, "2 x 4"), (4, "1"), (4, "4"), (2, "4"), (1, "2 x 4")],
+    [(4, "4"), (2, "4"), (1, "2 x 4")],
 )
 def test_attention_with_shared_heads(kv_heads: int, axes: str) -> None:
     """On four devices two heads, or one, are copied to those that use them."""
     mesh = mesh_of(**MESHES[axes])
-    parallel = made(mesh, layers.ParallelAttention, 8, FEATURES, num_kv_heads=kv_heads)
-    plain = made(
-        mesh, nnx.MultiHeadAttention, 8, FEATURES, num_kv_heads=kv_heads, decode=False
-    )
+    options = {"num_kv_heads": kv_heads, **BY_NUMPY}
+    parallel = made(mesh, layers.ParallelAttention, 8, FEATURES, **options)
+    plain = made(mesh, nnx.MultiHeadAttention, 8, FEATURES, decode=False, **options)
     assert_alike(by_jhost(mesh, "p2p"), parallel, plain, tokens(), atol=1e-5)
 
 
 def test_shared_heads_that_no_device_has_alone() -> None:
     """Six heads on four devices: twelve copies, three a device."""
     mesh = mesh_of(tp=4)
-    options = {"num_kv_heads": 6, "qkv_features": 24}
+    options = {"num_kv_heads": 6, "qkv_features": 24, **BY_NUMPY}
     parallel = made(mesh, layers.ParallelAttention, 12, FEATURES, **options)
     plain = made(mesh, nnx.MultiHeadAttention, 12, FEATURES, decode=False, **options)
     assert_alike(by_jhost(mesh, "p2p"), parallel, plain, tokens(), atol=1e-5)
@@ -245,7 +245,7 @@ def test_shared_heads_that_no_device_has_alone() -> None:
 def test_rotary_positions() -> None:
     mesh = mesh_of(dp=2, tp=4)
     rotated = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE(1e4))
-    options = {"num_kv_heads": 2, "qkv_features": 16}
+    options = {"num_kv_heads": 2, "qkv_features": 16, **BY_NUMPY}
     parallel = made(
         mesh, layers.ParallelAttention, 8, FEATURES, rope_theta=1e4, **options
     )
@@ -296,7 +296,7 @@ def test_heads_are_right_where_the_mesh_was_not_known() -> None:
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "axes"),
-    [(True, "4"), (True, "2 x 4"), (False, "1"), (False, "2"), (False, "2 x 4")],
+    [(True, "2 x 4"), (False, "1"), (False, "2 x 4")],
 )
 def test_embedding_and_logits(sequence_parallel: bool, axes: str) -> None:
     mesh = mesh_of(**MESHES[axes])

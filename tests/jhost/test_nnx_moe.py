@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors
-from tests.jhost.quick_random import quick_key, rngs
+from tests.jhost.quick_random import kernel_by_numpy, quick_key, rngs
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import calls
 
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 MESHES: dict[str, dict[str, int]] = {
     "1": {"ep": 1},
-    "2": {"ep": 2},
     "4": {"ep": 4},
     "2 x 2": {"dp": 2, "ep": 2},
 }
@@ -38,7 +37,12 @@ TOKENS = 2, 8, 8
 
 
 def made(mesh: Mesh | None, *sizes: int, **options: Any) -> Any:
-    """A layer, which knows the mesh if there is one."""
+    """A layer, which knows the mesh if there is one, and the same for all meshes."""
+    options = {
+        "kernel_init": kernel_by_numpy,
+        "router_init": kernel_by_numpy,
+        **options,
+    }
     make = functools.partial(layers.MoE, *sizes, rngs=rngs(), **options)
     if mesh is None:
         return make()
@@ -109,7 +113,9 @@ def check(
     )
     there = jax.device_put(x, NamedSharding(mesh, spec_of(mesh)))
     given = (graded(jit(f)) if around else jit(graded(f)))(layer, there)
-    wanted = jax.jit(graded(plain), compiler_options=QUICK)(layer, x)
+    # On one device: what XLA compiles is for all meshes.
+    alone = jax.tree.map(np.asarray, layer)
+    wanted = jax.jit(graded(plain), compiler_options=QUICK)(alone, x)
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
         a, b = (np.asarray(v).astype(np.float64) for v in (a, b))
@@ -122,8 +128,8 @@ def check(
 
 @pytest.mark.parametrize(
     ("axes", "around"),
-    # On four devices in a row are all tests below.
-    [("1", True), ("2", True), ("2 x 2", True), ("2 x 2", False)],
+    # On four devices in a row are all tests below, on two some of any mixture.
+    [("1", True), ("2 x 2", True), ("2 x 2", False)],
 )
 def test_all_is_as_by_every_expert(axes: str, around: bool) -> None:
     """Gated in the one, plain in the other."""
@@ -146,7 +152,7 @@ def test_all_tokens_to_one_expert(expert: int) -> None:
     mesh = mesh_of(ep=4)
 
     def init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
-        return jax.random.normal(key, shape, dtype).at[:, expert].add(50)
+        return kernel_by_numpy(key, shape, dtype).at[:, expert].add(50)
 
     layer = made(mesh, 8, 16, 8, top_k=1, router_init=init)
     x = jnp.abs(tokens())
@@ -174,8 +180,7 @@ def test_a_sum_over_experts_is_rounded_once() -> None:
     """All experts alike, and each weight an eighth: the sum is what one gives."""
 
     def same(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
-        one = jax.random.normal(key, shape[1:], dtype)
-        return jnp.broadcast_to(one, shape).astype(dtype)
+        return jnp.broadcast_to(kernel_by_numpy(key, shape[1:], dtype), shape)
 
     mesh = mesh_of(ep=4)
     options: dict[str, Any] = {"kernel_init": same, "param_dtype": jnp.bfloat16}
@@ -217,7 +222,7 @@ def test_any_mixture(drawn: dict[str, Any]) -> None:
 
     def init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         tilt = drawn["skew"] * jnp.arange(shape[1], dtype=dtype)
-        return jax.random.normal(key, shape, dtype) + tilt
+        return kernel_by_numpy(key, shape, dtype) + tilt
 
     layer = made(
         mesh,
@@ -310,7 +315,7 @@ def test_vmap_of_gradients(axes: str) -> None:
 
 def test_without_a_mesh_and_without_jit() -> None:
     layer, x = made(None, 8, 16, 8), tokens()
-    wanted = jax.jit(dense)(layer, x)
+    wanted = jax.jit(dense)(jax.tree.map(np.asarray, layer), x)
     there = made(mesh_of(ep=4), 8, 16, 8)
     for result in (layer(x), there(x)):
         chex.assert_trees_all_close(result, wanted, rtol=1e-5, atol=1e-5)
@@ -322,8 +327,8 @@ def test_a_jit_without_a_mesh_closes_over_the_layer() -> None:
     """It has the mesh of the kernels; of other devices JAX says what is wrong."""
     mesh = mesh_of(ep=4)
     layer, x = made(mesh, 8, 16, 8), tokens()
-    f: Any = jax.jit(jax.value_and_grad(lambda x: jnp.sum(layer(x))))
-    wanted = jax.jit(jax.value_and_grad(lambda x: jnp.sum(dense(layer, x))))(x)
+    f: Any = jax.jit(lambda x: layer(x))
+    wanted = jax.jit(dense)(jax.tree.map(np.asarray, layer), x)
     there = jax.device_put(x, NamedSharding(mesh, P(None, "ep")))
     for each in (x, there):
         chex.assert_trees_all_close(f(each), wanted, rtol=1e-5, atol=1e-5)

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import jhost
+from jhost import pytest_plugin
 
 CONFTEST = 'pytest_plugins = ["jhost.pytest_plugin"]\n'
 
@@ -44,6 +46,7 @@ def run(
         | {
             "JAX_PLATFORMS": "cpu",
             "PYTEST_ADDOPTS": "",  # options of our tests, which others do not have
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # so that others' take no time
             "XLA_FLAGS": flags,
             "PYTHONPATH": str(Path(jhost.__file__).parents[1]),
         },
@@ -56,10 +59,12 @@ def run(
 @pytest.mark.parametrize(
     ("ini", "flags", "count"),
     [
-        pytest.param("", "", 8, marks=pytest.mark.slow),
         ("jhost_devices = 3\n", "", 3),
         pytest.param(
-            "", "--xla_force_host_platform_device_count=2", 2, marks=pytest.mark.slow
+            "jhost_devices = 3\n",
+            "--xla_force_host_platform_device_count=2",
+            2,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -77,7 +82,30 @@ def test_a_backend_that_runs_already_is_said(tmp_path: Path) -> None:
     assert "cannot make virtual devices: JAX has started already" in said
 
 
-@pytest.mark.slow
-def test_a_count_that_is_none_is_said(tmp_path: Path) -> None:
-    said = run(tmp_path, CONFTEST, "jhost_devices = many\n", count=8)
-    assert "jhost_devices = many is no number of devices" in said
+class Ini:
+    """What pytest's configuration has in it."""
+
+    def __init__(self, count: str) -> None:
+        self.count = count
+
+    def addinivalue_line(self, *_: str) -> None:
+        pass
+
+    def getini(self, name: str) -> str:
+        assert name == "jhost_devices"
+        return self.count
+
+
+def test_a_count_that_is_none_is_said() -> None:
+    with pytest.raises(pytest.UsageError, match="= many is no number of devices"):
+        pytest_plugin.pytest_configure(cast(pytest.Config, Ini("many")))
+
+
+def test_it_is_eight_devices_unless_more_or_fewer_are_asked_for(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(pytest_plugin, "ask_for_cpu_devices", asked.append)
+    for count in (str(pytestconfig.getini("jhost_devices")), "3"):
+        pytest_plugin.pytest_configure(cast(pytest.Config, Ini(count)))
+    assert asked == [8, 3]
