@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jhost.lowering.ir.layout import Layout, Partial, used_axes
 from jhost.lowering.ir.statements import Buffer
@@ -14,18 +15,22 @@ from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class TransferBytes:
+class TransferBytes(NamedTuple):
     """Bytes that a device receives; exposed bytes count before those that loops hide.
 
     Among equal bytes, fewer `communications` are better.
     """
 
+    # A tuple is made and compared much quicker than a dataclass; solving does little
+    # else.
+
     exposed: int = 0
     hidden: int = 0
     communications: int = 0
 
-    def __add__(self, other: TransferBytes) -> TransferBytes:
+    def __add__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: TransferBytes
+    ) -> TransferBytes:
         if not (other.exposed or other.hidden):
             return self  # the most frequent case
         return TransferBytes(
@@ -43,7 +48,9 @@ class TransferBytes:
             self.communications - other.communications,
         )
 
-    def __mul__(self, times: int) -> TransferBytes:
+    def __mul__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, times: int
+    ) -> TransferBytes:
         if times == 1:
             return self
         return TransferBytes(
