@@ -6,7 +6,7 @@ Work has a cost in the same unit: the bytes that could move while it is done.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jhost.lowering.ir.layout import Layout, Partial, used_axes
@@ -120,6 +120,7 @@ class ReshardCosts:
         self.made_anywhere = made_anywhere
         self.repeats = repeats or {}
         self.known: dict[tuple[str, Layout, Layout, Partial], TransferBytes] = {}
+        self.of_kinds: dict[Hashable, TransferBytes] = {}
 
     def reshard(
         self, name: str, have: Layout, want: Layout, partial: Partial = ()
@@ -157,9 +158,15 @@ class ReshardCosts:
     def count(
         self, name: str, have: Layout, want: Layout, partial: Partial
     ) -> TransferBytes:
-        steps = plan_reshard(have, want, partial, self.mesh)
         buffer, streamed = self.buffers[name], self.streamed.get(name)
-        return moved_by(steps, have, buffer, self.mesh, streamed) * self.times(name)
+        size, times = buffer.dtype.itemsize, self.times(name)
+        # Layers have many values alike, and so does an optimizer.
+        kind = buffer.shape, size, streamed, times, have, want, partial
+        if kind not in self.of_kinds:
+            steps = plan_reshard(have, want, partial, self.mesh)
+            moved = moved_by(steps, have, buffer, self.mesh, streamed)
+            self.of_kinds[kind] = moved * times
+        return self.of_kinds[kind]
 
     def times(self, name: str) -> int:
         """How often the program of a value runs."""
