@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
+from jhost import errors
 from jhost.lowering.cost.choose_cycles import ChooseCycles, moving_all
 from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_layouts import ChooseLayouts
@@ -187,12 +189,36 @@ def _shared(shares: bool, *steps: Pass) -> tuple[AnyPass, ...]:
     return tuple(Remembering(step, step.name) for step in steps) if shares else steps
 
 
+VERIFIES_EACH: ContextVar[bool] = ContextVar("verifies_each", default=False)
+"""Whether the result of each pass is verified, as in tests, and not the last alone."""
+
+
 def run_passes(
     program: Program,
     sequence: Sequence[AnyPass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    """Apply each pass and verify its result; `after_pass` sees every program."""
+    """Apply each pass and verify the result; `after_pass` sees every program."""
+    if VERIFIES_EACH.get() or after_pass is not None:
+        return _verifying_each(program, sequence, after_pass)
+    last = program
+    for step in sequence:
+        last = step.apply(last)
+    if not _same_statements(program, last):
+        try:
+            verify(last, sequence[-1].name)
+        except (errors.VerifyError, errors.IndexRangeError):
+            # One of them broke an invariant, and the error is to name it.
+            _verifying_each(program, sequence)
+            raise
+    return last
+
+
+def _verifying_each(
+    program: Program,
+    sequence: Sequence[AnyPass],
+    after_pass: Callable[[str, Program], None] | None = None,
+) -> Program:
     types: TypesOfUnits = {}  # most units stay as they are
     for step in sequence:
         before, program = program, step.apply(program)

@@ -41,6 +41,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jhost.lowering.pipeline import VERIFIES_EACH
+
 pytest_plugins = ["jhost.pytest_plugin"]
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -49,6 +51,9 @@ COMPILED = pytest.StashKey[str]()  # the folder of compiled programs
 # A promotion that was not meant shows as an error.  Code that is not ours and needs
 # another mode is called under `jax.numpy_dtype_promotion("standard")`.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Users' programs are verified at the end, here behind each pass.
+VERIFIES_EACH.set(True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from jhost._call.config import Config, Role
 from jhost._call.meshes import check_devices
+from jhost._garbage import no_garbage_collection
 from jhost._jax import arg_names, cached_by_jaxpr, is_wide, result_paths, with_width
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import DisplayNames
@@ -39,23 +39,8 @@ def built(call_jaxpr: Any, config: Config) -> Program:
 @contextmanager
 def lowering_of(call_jaxpr: Any) -> Generator[None]:
     """Inside, programs of a jaxpr are made and changed."""
-    with _no_garbage_collection(), with_width(is_wide(call_jaxpr)):
+    with no_garbage_collection(), with_width(is_wide(call_jaxpr)):
         yield
-
-
-@contextmanager
-def _no_garbage_collection() -> Generator[None]:
-    """Passes make many objects that stay alive, and hardly any cycles of them.
-
-    Looking for garbage among them is up to a third of their time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:

@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jhost import errors
+from jhost._garbage import no_garbage_collection
 from jhost._jax.eqns import ClosedJaxpr
 from jhost._jax.linearization import register_linearization
 from jhost._jax.partial_evaluation import register_partial_evaluation
@@ -237,7 +238,8 @@ def register_lowering(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> Non
         # Contexts without the number are of bodies with manual axes: one device's part.
         devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
         told = partial(_unless_empty(fun), devices=devices)
-        return mlir.lower_fun(told, multiple_results=True)(ctx, *args, **params)
+        with no_garbage_collection():
+            return mlir.lower_fun(told, multiple_results=True)(ctx, *args, **params)
 
     mlir.register_lowering(prim, lowering)
 

@@ -7,17 +7,23 @@ finds out whether all terms are -0.0, unless the terms are sums from 0 themselve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from jhost.lowering.emit.groups import axis_index, over
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Communicate, Compute, Set, UnitEqn, walk
+
+Needs: TypeAlias = frozenset[str] | None
+"""Buffers that must never be -0.0, so that a value never is; None if it may be."""
+
+_ADDS = frozenset(("add", "add_any"))
 
 
 def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
@@ -28,24 +34,37 @@ def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def never_negative_zero(program: Program) -> frozenset[str]:
-    """The buffers to which only sums that begin with 0 are written, or moved."""
-    found: set[str] = set()
-    others: set[str] = set()
-    moves: list[tuple[str, str]] = []
+    """The buffers to which only sums that begin with 0 are written, added or moved."""
+    written: list[tuple[str, Needs]] = []
     for stmt in walk(program.body):
         if isinstance(stmt, Communicate | Set):
             # A gradient may be scattered over one axis and then summed over another.
-            moves.append((stmt.source.name, stmt.out.name))
-            found.add(stmt.out.name)
+            written.append((stmt.out.name, frozenset((stmt.source.name,))))
         elif isinstance(stmt, Compute):
-            makers = {id(v): each for each in stmt.unit.eqns for v in each.eqn.outvars}
-            for var, out in zip(stmt.unit.outvars, stmt.outs, strict=True):
-                is_sum = id(var) in makers and _sums_up(makers[id(var)])
-                (found if is_sum else others).add(out.name)
-    found -= others
-    while more := {out for source, out in moves if source not in found} & found:
+            outs = zip(stmt.outs, stmt.unit.outvars, strict=True)
+            needs = _needs(stmt)
+            written += [(out.name, needs.get(var)) for out, var in outs]
+    found = {out for out, _ in written}
+    while more := {n for n, needs in written if needs is None or needs - found} & found:
         found -= more
     return frozenset(found)
+
+
+def _needs(stmt: Compute) -> dict[Any, Needs]:
+    """By the variables of its unit: what must never be -0.0, so that they never are."""
+    ins = zip(stmt.unit.invars, stmt.ins, strict=True)
+    known: dict[Any, Needs] = {var: frozenset((each.name,)) for var, each in ins}
+    for each in stmt.unit.eqns:
+        eqn = each.eqn
+        terms = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
+        needs: Needs = None
+        if _sums_up(each):
+            needs = frozenset()
+        elif eqn.primitive.name in _ADDS and None not in terms:
+            # A sum of two values is -0.0 only if both are.
+            needs = frozenset[str]().union(*filter(None, terms))
+        known.update(dict.fromkeys(eqn.outvars, needs))
+    return known
 
 
 def _sums_up(unit_eqn: UnitEqn) -> bool:

@@ -73,7 +73,7 @@ class Assigner:
         self.costs = costs
         self.kinds = Kinds(preferences, costs, known.numbers)
         self.effects = AssignmentEffects(preferences, costs, self.kinds, known.effects)
-        self.found = known.cheapest
+        self.found, self.others = known.cheapest, known.others
         self.staying: Staying = ()
 
     @functools.cached_property

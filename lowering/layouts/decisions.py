@@ -64,17 +64,26 @@ class Decisions:
         self.assignments[number] = assignment
         if new is old:
             return set()
+        self.counted[number] = new
+        recount: set[str] = set()
         if old is not None:
             self.total -= old.cost
             self.flops -= old.flops
             for move in old.wants:
-                self._drop(move, number)
-        self.counted[number] = new
+                if move not in new.wants and self._drop(move, number):
+                    recount.add(move[0])
         self.total += new.cost
         self.flops += new.flops
         for move in new.wants:
-            self._add(move, number)
-        return {name for name, layout in new.rests if self.lay_out(name, layout)}
+            if (old is None or move not in old.wants) and self._add(move, number):
+                recount.add(move[0])
+        changed = {name for name, rest in new.rests if self.layouts.get(name) != rest}
+        self.layouts.update(new.rests)
+        # Once for all that changed.
+        for name in recount | changed:
+            if name in self.moves_of:
+                self._count(name)
+        return changed
 
     def copy(self) -> Decisions:
         """The same decisions, which change by themselves."""
@@ -126,27 +135,29 @@ class Decisions:
         ]
         return frozenset(known) if known else _NO_MOVES  # most often there are none
 
-    def _add(self, move: WantedLayout, number: int) -> None:
+    def _add(self, move: WantedLayout, number: int) -> bool:
+        """Note that an operation wants a move; whether it is the first one."""
         movers = self.movers.setdefault(move, [])
         if not movers:
             self.moves_of.setdefault(move[0], set()).add(move[1])
         # In the order of the operations: the first that wants a move makes it, and the
         # others find it there (`known`).
         place = bisect.bisect_left(movers, number)
-        if movers[place : place + 1] != [number]:  # an operation may read a value twice
-            movers.insert(place, number)
-            if place == 0:
-                self._count(move[0])
+        if movers[place : place + 1] == [number]:
+            return False  # an operation may read a value twice
+        movers.insert(place, number)
+        return place == 0
 
-    def _drop(self, move: WantedLayout, number: int) -> None:
+    def _drop(self, move: WantedLayout, number: int) -> bool:
+        """Forget that an operation wants a move; whether it was the first one."""
         movers = self.movers.get(move, [])
-        if number in movers:
-            is_first = movers[0] == number
-            movers.remove(number)
-            if not movers:
-                self.moves_of[move[0]].discard(move[1])
-            if is_first:
-                self._count(move[0])
+        if number not in movers:
+            return False
+        is_first = movers[0] == number
+        movers.remove(number)
+        if not movers:
+            self.moves_of[move[0]].discard(move[1])
+        return is_first
 
     def lay_out(self, name: str, layout: Layout) -> bool:
         """Lay out a value, and recount its moves; whether the layout changed."""

@@ -100,9 +100,21 @@ def _refined(
     return made
 
 
-def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
-    """The other assignments that the operation could have."""
+def others(solver: Solver, number: int, made: Decisions) -> Sequence[Assignment]:
+    """The other assignments that the operation could have, found once for a case."""
     op, current = solver.operations[number], made.assignments[number]
+    assigner = solver.assigner
+    layouts = [made.layouts[name] for name in decided_by(op)]
+    case = assigner.kinds.of(op), solver.preferences.about(op.outs), current, *layouts
+    found = assigner.others.get(case)
+    if found is None:
+        found = assigner.others[case] = _others(solver, op, current, made)
+    return found
+
+
+def _others(
+    solver: Solver, op: Operation, current: Assignment, made: Decisions
+) -> Sequence[Assignment]:
     # A reduction stays spread over as many axes: fewer bytes do not pay for repeating
     # it on more devices.  Other work is cheap to repeat.
     least = sum(map(len, current)) if op.reduces else 0

@@ -7,7 +7,7 @@ Findings about one operation hold for each of its kind, also in other solutions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jhost.lowering.ir.layout import Layout
@@ -31,6 +31,7 @@ class OfKinds:
         numbers: the kinds, by all that they say.
         effects: the effect of an assignment, by kind and preferences.
         cheapest: the best assignment, by all that it depends on.
+        others: what else an operation could have, by all that this depends on.
     """
 
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict[Any, int])
@@ -38,6 +39,9 @@ class OfKinds:
         default_factory=dict[Any, Any]
     )
     cheapest: dict[Hashable, Assignment] = dataclasses.field(
+        default_factory=dict[Any, Any]
+    )
+    others: dict[Hashable, Sequence[Assignment]] = dataclasses.field(
         default_factory=dict[Any, Any]
     )
 
@@ -86,7 +90,9 @@ class Kinds:
 
 
 def by_place(
-    op: Operation, moves: Iterable[tuple[str, Layout]]
+    op: Operation, moves: Collection[tuple[str, Layout]]
 ) -> frozenset[tuple[int, Layout]]:
     """Moves of an operation's operands, without their names."""
+    if not moves:  # most often
+        return frozenset()
     return frozenset((op.ins.index(name), want) for name, want in moves)

@@ -6,7 +6,8 @@ Work has a cost in the same unit: the bytes that could move while it is done.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jhost.lowering.ir.layout import Layout, Partial, used_axes
 from jhost.lowering.ir.statements import Buffer
@@ -14,18 +15,22 @@ from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class TransferBytes:
+class TransferBytes(NamedTuple):
     """Bytes that a device receives; exposed bytes count before those that loops hide.
 
     Among equal bytes, fewer `communications` are better.
     """
 
+    # A tuple is made and compared much quicker than a dataclass; solving does little
+    # else.
+
     exposed: int = 0
     hidden: int = 0
     communications: int = 0
 
-    def __add__(self, other: TransferBytes) -> TransferBytes:
+    def __add__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: TransferBytes
+    ) -> TransferBytes:
         if not (other.exposed or other.hidden):
             return self  # the most frequent case
         return TransferBytes(
@@ -43,7 +48,9 @@ class TransferBytes:
             self.communications - other.communications,
         )
 
-    def __mul__(self, times: int) -> TransferBytes:
+    def __mul__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, times: int
+    ) -> TransferBytes:
         if times == 1:
             return self
         return TransferBytes(
@@ -113,6 +120,7 @@ class ReshardCosts:
         self.made_anywhere = made_anywhere
         self.repeats = repeats or {}
         self.known: dict[tuple[str, Layout, Layout, Partial], TransferBytes] = {}
+        self.of_kinds: dict[Hashable, TransferBytes] = {}
 
     def reshard(
         self, name: str, have: Layout, want: Layout, partial: Partial = ()
@@ -150,9 +158,15 @@ class ReshardCosts:
     def count(
         self, name: str, have: Layout, want: Layout, partial: Partial
     ) -> TransferBytes:
-        steps = plan_reshard(have, want, partial, self.mesh)
         buffer, streamed = self.buffers[name], self.streamed.get(name)
-        return moved_by(steps, have, buffer, self.mesh, streamed) * self.times(name)
+        size, times = buffer.dtype.itemsize, self.times(name)
+        # Layers have many values alike, and so does an optimizer.
+        kind = buffer.shape, size, streamed, times, have, want, partial
+        if kind not in self.of_kinds:
+            steps = plan_reshard(have, want, partial, self.mesh)
+            moved = moved_by(steps, have, buffer, self.mesh, streamed)
+            self.of_kinds[kind] = moved * times
+        return self.of_kinds[kind]
 
     def times(self, name: str) -> int:
         """How often the program of a value runs."""

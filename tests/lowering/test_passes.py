@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost import errors
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -39,7 +40,7 @@ from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
-from jhost.lowering.pipeline import Pass, passes, run_passes
+from jhost.lowering.pipeline import VERIFIES_EACH, Pass, passes, run_passes
 from jhost.lowering.schedule.compute_late import ComputeLate
 from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
@@ -129,6 +130,34 @@ def test_a_hook_sees_the_program_after_every_pass() -> None:
     last = run_passes(program, SEQUENCE, lambda *args: seen.append(args))
     assert [name for name, _ in seen] == [step.name for step in SEQUENCE]
     assert seen[-1][1] is last
+
+
+class Cutting:
+    """A pass that breaks a program: its results are never made."""
+
+    name: ClassVar[str] = "cutting"
+
+    def apply(self, program: Program) -> Program:
+        return dataclasses.replace(program, body=program.body[:2])
+
+
+class Last:
+    """A pass behind it, which no error is to name."""
+
+    name: ClassVar[str] = "last"
+
+    def apply(self, program: Program) -> Program:
+        return dataclasses.replace(program, body=program.body[:1])
+
+
+def test_an_error_at_the_end_names_the_pass_that_made_it() -> None:
+    program = built(mlp, (4, 6), (6, 12), (12, 6), tp=2)
+    token = VERIFIES_EACH.set(False)
+    try:
+        with pytest.raises(errors.VerifyError, match="after cutting"):
+            run_passes(program, (Cutting(), Last()))
+    finally:
+        VERIFIES_EACH.reset(token)
 
 
 def summed(x: jax.Array, w: jax.Array) -> jax.Array:
