@@ -11,6 +11,7 @@ from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import Graph, Group, Node, written_by
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import stream_choices, unpipelined_values
@@ -280,8 +281,7 @@ class LoopBuilder:
         if all(self.participation(node).ratio == 1 for node in group):
             self.notes += whole_windows(group, self.halos)
             return None  # no transfer moves a chunk
-        works = any(isinstance(node.stmt, Compute) for node in group)
-        if not (works or choice.by_name):
+        if not (choice.by_name or self.works(group)):
             return None  # nothing would run beside what comes and goes
         if spec.choice.across:
             return SkewedLoop(spec)
@@ -294,6 +294,13 @@ class LoopBuilder:
         if group in self.adding and choice.chunks == choice.owners(self.mesh):
             return WholeShardLoop(spec, self.contractions)
         return P2PLoop(spec)
+
+    def works(self, group: Group) -> bool:
+        """Whether work stands beside a group's transfers: in it, or for it.
+
+        XLA fuses other computations into their readers, and a loop would write them.
+        """
+        return group in self.adding or any(has_contraction(n.stmt) for n in group)
 
     def along_fewest(self, choice: Pipelining, group: Group) -> Pipelining:
         """A choice of two groups of axes; of one, for a loop that needs no other."""

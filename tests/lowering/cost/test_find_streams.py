@@ -38,7 +38,7 @@ from jhost.runtime.devices import devices_of
 from jhost.testing import mesh_of
 from tests import budget, finding
 from tests.lowering.rules.reference_attention import as_with_cudnn
-from tests.lowering.traced import built
+from tests.lowering.traced import built, loops
 
 ROWS, HIDDEN, FFN = 8192, 4096, 14336
 
@@ -368,6 +368,25 @@ def test_layers_written_out_are_as_good_as_marked(backward: bool) -> None:
     found, asked, plain = (predict(program, h200()).total for program in programs)
     assert found <= 1.02 * asked
     assert found <= plain
+
+
+@pytest.mark.parametrize(
+    ("mark", "backward"), [(marked, False), (unmarked, False), (unmarked, True)]
+)
+def test_no_loop_is_without_a_contraction(
+    mark: Callable[[jax.Array], jax.Array], backward: bool
+) -> None:
+    """As over the largest logits, which the loop would write once more."""
+
+    def loss(x: jax.Array, up: jax.Array, down: jax.Array, wide: jax.Array) -> Any:
+        x = x + mlp(mark)(x, up, down)
+        logits = jhost.shard(mark(x @ wide).astype(jnp.float32), P(None, "tp"))
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1))
+
+    f = jax.grad(loss, argnums=(0, 1, 2, 3)) if backward else loss
+    looped = loops(lowered(f, written_types()))
+    assert looped
+    assert all(any(map(has_contraction, loop.body)) for loop in looped)
 
 
 def test_a_layer_of_a_program_that_is_laid_out_begins_behind_the_one_before() -> None:
