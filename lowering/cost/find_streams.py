@@ -37,7 +37,7 @@ class _MarkedProgram:
 
     Attributes:
         streams: the streams.
-        marks: their marks before layouts, for each of `programs`.
+        marks: their marks before layouts, for the program and each body in it.
         looped: the program, laid out with these marks.
         plain: the program, laid out without them; it has them too.
     """
@@ -48,7 +48,7 @@ class _MarkedProgram:
     plain: Program
 
     def is_like(self, other: _MarkedProgram) -> bool:
-        """Whether both ask for the same, and nothing lies in another marked."""
+        """Whether both ask for the same, and no value lies otherwise."""
         asked, others = (
             [dataclasses.replace(m, spares=False) for own in each.marks for m in own]
             for each in (self, other)
