@@ -190,7 +190,7 @@ def _shared(shares: bool, *steps: Pass) -> tuple[AnyPass, ...]:
 
 
 VERIFIES_EACH: ContextVar[bool] = ContextVar("verifies_each", default=False)
-"""Whether the result of each pass is verified, as in tests, and not the last alone."""
+"""Whether every pass is verified, as in tests.  Otherwise only the last one is."""
 
 
 def run_passes(
@@ -198,7 +198,10 @@ def run_passes(
     sequence: Sequence[AnyPass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    """Apply each pass and verify the result; `after_pass` sees every program."""
+    """Apply each pass, and verify the last result.
+
+    `after_pass` sees every program.  With it, every result is verified.
+    """
     if VERIFIES_EACH.get() or after_pass is not None:
         return _verifying_each(program, sequence, after_pass)
     last = program

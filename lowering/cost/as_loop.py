@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.border import scan_ins, scan_outs
+from jhost.lowering.ir.border import scan_ins, scan_outs, stacked
 from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.effects import Aliases, reads_writes, written
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.schedule.blocks import in_blocks
-from jhost.lowering.schedule.stacks import Stacks
+from jhost.lowering.schedule.stacks import Stacks, fresh, last_place
 from jhost.lowering.units.segment import Segment
 
 
@@ -26,8 +26,7 @@ def as_loop(scan: ir.Scan) -> Program:
         return scan.body
     *_, slices = scan_ins(scan, scan.body.params)
     _, ys = scan_outs(scan, scan.body.results)
-    last = scan.length - 1 if scan.reverse else None
-    return _with_stacks(scan.body, slices, ys, scan.length, last)
+    return _with_stacks(scan.body, slices, ys, scan.length, last_place(scan))
 
 
 @derived_with
@@ -43,7 +42,7 @@ def _with_stacks(
     reads, writes, ends = (Stacks(last, names, []) for _ in range(3))
     count = reads.counter()
     read, made = (
-        [_stack_of(each, length, names) for each in of] for of in (slices, ys)
+        [fresh(stacked(each, length), names) for each in of] for of in (slices, ys)
     )
     for part, stack in zip(slices, read, strict=True):
         reads.read_into(part, stack, count)
@@ -63,15 +62,6 @@ def _with_stacks(
     )
     # XLA fuses a read with its readers, and a write with what makes its value.
     return Segment().change(looped)
-
-
-def _stack_of(part: ir.Buffer, length: int, names: FreshNames) -> ir.Buffer:
-    return dataclasses.replace(
-        part,
-        name=names.fresh(part.name),
-        shape=(length, *part.shape),
-        dims=(ir.Dim(), *part.dims),
-    )
 
 
 def _before_readers(

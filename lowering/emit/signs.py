@@ -21,7 +21,7 @@ from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Communicate, Compute, Set, UnitEqn, walk
 
 Needs: TypeAlias = frozenset[str] | None
-"""Buffers that must never be -0.0, so that a value never is; None if it may be."""
+"""A value is never -0.0 if these buffers never are; None if it may be anyway."""
 
 _ADDS = frozenset(("add", "add_any"))
 
@@ -34,7 +34,7 @@ def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def never_negative_zero(program: Program) -> frozenset[str]:
-    """The buffers to which only sums that begin with 0 are written, added or moved."""
+    """The buffers that hold sums that begin with 0, or sums and copies of these."""
     written: list[tuple[str, Needs]] = []
     for stmt in walk(program.body):
         if isinstance(stmt, Communicate | Set):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Buffer, Cond, ControlFlow, Scan, While
+from jhost.lowering.ir.statements import Buffer, Cond, ControlFlow, Dim, Scan, While
 
 _T = TypeVar("_T")
 
@@ -139,6 +139,13 @@ def scan_outs(scan: Scan, row: Sequence[_T]) -> tuple[tuple[_T, ...], tuple[_T, 
     """The parts of a row with one thing for each result: carried, ys."""
     carried, ys = split(row, len(scan.carried))
     return carried, ys
+
+
+def stacked(part: Buffer, length: int) -> Buffer:
+    """A buffer with a value of that type for each iteration of a scan."""
+    # No axis shards the iterations: a device would not have the slice of each.
+    dims = Dim(), *part.dims
+    return dataclasses.replace(part, shape=(length, *part.shape), dims=dims)
 
 
 def while_ins(stmt: While, row: Sequence[_T]) -> tuple[tuple[_T, ...], ...]:

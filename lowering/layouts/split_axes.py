@@ -27,19 +27,19 @@ from jhost.lowering.layouts.solve import Solution
 from jhost.lowering.rules.dim_rule import DimRule, Dims
 
 _PartSizes: TypeAlias = Mapping[str, Sequence[int]]
-"""The sizes of the parts of axes."""
+"""For each axis that is split, the sizes of its parts."""
 
 _GAIN = 2
-"""Axes are split if that divides the bytes that move at least by this."""
+"""Axes are split if whole axes move at least so many times the bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitAxes:
     """A program on the user's mesh -> one with axes in parts, if that moves less.
 
-    Parameters and results have layouts of the user's mesh, because only a program knows
-    its parts.  Axes `between` processes stay whole, and so do all in a program with
-    marks of streams, or with specs of its own.
+    Nothing outside of the program knows its parts.  So its parameters and results have
+    layouts of the user's mesh.  Axes `between` processes stay whole.  All axes stay
+    whole in a program with marks of streams, or with specs of its own.
     """
 
     name: ClassVar[str] = "split_axes"
@@ -64,9 +64,10 @@ class SplitAxes:
     def on_parts(
         self, program: Program, whole: Solution, parts: _MeshOfParts
     ) -> Program:
-        """`program` on parts, with layouts of its ends that the user's mesh has.
+        """`program` on parts; its ends have layouts of the user's mesh.
 
-        Where it would have others, they are those of the solution without parts.
+        An end that the solver lays out over some parts of an axis gets the layout that
+        it has in `whole`, the solution without parts.
         """
         program = parts.program(program)
         layouts = self.propagate.solution(program).layouts

@@ -65,7 +65,7 @@ def widest_edges(nodes: Group, halos: Halos) -> dict[tuple[str, bool], int]:
     widest: dict[tuple[str, bool], int] = {}
     for node in nodes:
         for operand, halo in halos.get(id(node), {}).items():
-            for count, behind in ((halo.before, False), (halo.after, True)):
+            for count, behind in halo.sides:
                 key = node.reads[operand].name, behind
                 widest[key] = max(widest.get(key, 0), count)
     return widest
@@ -174,7 +174,7 @@ class Edges:
 
         Edges before a chunk are the last elements of the one before.
         """
-        for count, behind in ((halo.before, False), (halo.after, True)):
+        for count, behind in halo.sides:
             if count > 0:
                 yield self.edge_buffer(buffer, halo.dim, behind), behind
 

@@ -75,7 +75,8 @@ class P2PLoop(MovingLoop):
         """
         if self.halos:
             behind = behind_windows(self.group, self.halos)
-            return [node for node in self.group if node not in behind], behind
+            late = {*map(id, behind)}
+            return [node for node in self.group if id(node) not in late], behind
         if not self.sends or (self.receives and pieces > 1):
             return self.group, ()
         if not self.receives:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,29 +51,28 @@ _FUNCTIONS: dict[str, Reducer] = {
 def windows(eqn: JaxprEqn) -> DimRule:
     """A dim that a window slides over is read in windows.
 
-    XLA skips places without an element.  Nobody knows what changes no value where a
-    function of the user's combines two, so dims with such places stay whole there.
+    XLA skips places without an element.  A value that changes nothing stands there.
+    For a function of the user's there is none, so dims with such places stay whole.
     """
     (first, *_), result = eqn.invars, shape_of(eqn.outvars[0])
-    factors = Factors()
-    skips = eqn.primitive.name == "reduce_window" and _reducer(eqn) is None
+    factors, fills = Factors(), _fills(eqn)
     pairs = [
         (None, None)
-        if skips and _has_gaps(eqn, dim)
+        if fills[0] is None and _has_gaps(eqn, dim)
         else reading(factors, reads_of(eqn, dim, size), result[dim])
         for dim, size in enumerate(shape_of(first))
     ]
     operand, out = zip(*pairs, strict=True) if pairs else ((), ())
     # Initial values are scalars.
     operands = [operand if shape_of(v) else () for v in eqn.invars]
-    made = factors.rule(
-        operands, [out] * len(eqn.outvars), _rebind(operand, _fills(eqn))
-    )
+    made = factors.rule(operands, [out] * len(eqn.outvars), _rebind(operand, fills))
     return dataclasses.replace(made, counted=made.windowed)
 
 
 def _reducer(eqn: JaxprEqn) -> Reducer | None:
-    """What the function of a `reduce_window` of one operand is, if it has a name."""
+    """The reducer of a sum, a maximum and their like; of functions, if it has one."""
+    if eqn.primitive.name != "reduce_window":
+        return _REDUCERS[eqn.primitive.name]
     made = eqn.params["jaxpr"]
     if len(made.eqns) != 1 or len(eqn.invars) != 2:
         return None
@@ -103,27 +102,20 @@ def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
     )
 
 
-def _fills(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Gives, from the operands, the value that pads each of them."""
-    name = eqn.primitive.name
+def _fills(eqn: JaxprEqn) -> Sequence[Any]:
+    """For each operand, the value that changes nothing; None if it is not known."""
     dtypes = [aval_of(v).dtype for v in eqn.invars]
-    if name == "reduce_window":
-        reducer = _reducer(eqn)
-        if reducer is None:  # where it pads there is nothing to pad
-            return lambda args: args[len(args) // 2 :]
-        filled = [identity(reducer, dtypes[0])]
-        return lambda args: filled
-    if name == "select_and_gather_add":
+    if eqn.primitive.name == "select_and_gather_add":
         extreme = "max" if eqn.params["select_prim"].name == "ge" else "min"
-        fills = [np.zeros((), dtypes[0])[()], identity(extreme, dtypes[1])]
-    else:
-        fills = [identity(_REDUCERS[name], dtypes[0])]
-    return lambda args: fills
+        return [np.zeros((), dtypes[0])[()], identity(extreme, dtypes[1])]
+    reducer = _reducer(eqn)
+    if reducer is None:
+        return [None] * (len(eqn.invars) // 2)  # the others are initial values
+    return [identity(reducer, dtypes[0])]
 
 
-def _rebind(dims: Dims, fills_of: Callable[[Sequence[Any]], Sequence[Any]]) -> Rebind:
+def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        fills = fills_of(args)
         padding, dilation = [*eqn.params["padding"]], [*eqn.params["base_dilation"]]
         operands = [without_padding(x, dims, shard) for x in args[: len(fills)]]
         for dim, mapped in enumerate(dims):

@@ -63,16 +63,16 @@ class WindowReads:
         return (self.shard(step, count) + (lead or 0)) // self.dilation
 
     def lead(self, count: int) -> int | None:
-        """How many empty places the windows of each `count` steps begin with.
+        """How many empty places a window of `count` steps begins with.
 
-        None where these are not all alike, or have no element.
+        None if windows begin with different numbers of them, or have no element.
         """
         if self.stride * count % self.dilation or self._elements(count) < 1:
             return None
         return -self.shard(0, count) % self.dilation
 
     def _elements(self, count: int) -> int:
-        """How many elements `count` steps from the first one on read."""
+        """How many elements the first `count` steps read."""
         first = self.shard(0, count)
         last = first + self.reach(count) - 1
         return last // self.dilation + -first // self.dilation + 1

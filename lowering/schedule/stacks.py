@@ -20,7 +20,7 @@ from jhost.lowering.units.make import barrier_of, type_of, unit_of
 class Stacks:
     """Appends to `body` the statements that read and write the stacks of a scan.
 
-    If the scan is reversed, `last` is the place of its first iteration.
+    `last` is what `last_place` says of the scan.
     """
 
     last: int | None
@@ -29,7 +29,7 @@ class Stacks:
 
     @classmethod
     def of(cls, scan: ir.Scan, names: FreshNames, body: list[ir.Stmt]) -> Stacks:
-        return cls(scan.length - 1 if scan.reverse else None, names, body)
+        return cls(last_place(scan), names, body)
 
     def read(
         self, stack: ir.Buffer, part: ir.Buffer, count: ir.Buffer, ahead: int
@@ -125,6 +125,11 @@ class Stacks:
     ) -> None:
         unit = unit_of(self.names.fresh("cycle"), fun, *map(type_of, ins), **params)
         self.body.append(ir.Compute(unit=unit, ins=tuple(ins), outs=(out,)))
+
+
+def last_place(scan: ir.Scan) -> int | None:
+    """The place in its stacks at which a reversed scan begins; None if it is not."""
+    return scan.length - 1 if scan.reverse else None
 
 
 def fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:

@@ -47,7 +47,7 @@ class WaitingContractions:
         self.unmade = written_by(graph)
         self.params = read_by(graph) - self.unmade
         self.for_late: dict[str, Group] = {}
-        """Cheap groups that only late groups read, by the values that they make."""
+        """By value, the cheap group that makes it for late groups alone."""
         # How many that wait write a value; counted, as programs have hundreds of each.
         self.late = Counter[str]()
         self.count_late(self.waiting, 1)
@@ -173,7 +173,7 @@ class WaitingContractions:
     # --- What only they read -------------------------------------------------- #
 
     def read_late(self, groups: Sequence[Group]) -> dict[str, Group]:
-        """The cheap groups that only groups read that may be late, by their values."""
+        """By value, the cheap group that makes it, if all its readers may be late."""
         behind = self.may_be_late(groups)
         found: dict[str, Group] = {}
         # From the last to the first: a reader may be such a group itself.
@@ -188,7 +188,7 @@ class WaitingContractions:
         return found
 
     def may_be_late(self, groups: Sequence[Group]) -> set[int]:
-        """The groups that wait if all contractions do, each by its first node."""
+        """The first nodes of the groups that wait if all contractions wait."""
         late, behind = written_by(self.every), set[int]()
         for group in groups:
             waits = self.can_wait(group) and not self.has(group[0])

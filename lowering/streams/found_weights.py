@@ -13,11 +13,11 @@ from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.streams.found_marks import Parts
 
 Around: TypeAlias = Callable[[int, bool], Sequence[int]]
-"""Gives the transfers and contractions next to a node, one way."""
+"""Gives the transfers and contractions right before a node, or right behind it."""
 
 
 def around_in(graph: Graph, seconds: Sequence[float]) -> Around:
-    """What is next to the nodes of a graph, found once for all streams through them."""
+    """A search next to the nodes of a graph, which looks at each node once."""
     return functools.cache(
         lambda number, forward: tuple(_around(number, graph, seconds, forward))
     )

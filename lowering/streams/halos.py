@@ -22,6 +22,11 @@ class ChunkHalo:
     after: int
 
     @property
+    def sides(self) -> tuple[tuple[int, bool], tuple[int, bool]]:
+        """How many elements it reads on each side, and whether that is behind it."""
+        return (self.before, False), (self.after, True)
+
+    @property
     def most(self) -> int:
         """The most elements that it reads of one neighbour."""
         return max(self.before, self.after)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs
+from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs, stacked
 from jhost.lowering.ir.layout import layout_of
 from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.verify.state import State
@@ -46,8 +45,8 @@ def check_control_flow(state: State, stmt: ir.ControlFlow) -> None:
 def _check_scan(state: State, stmt: ir.Scan) -> None:
     consts, carry, slices = scan_ins(stmt, stmt.body.params)
     carried, parts = scan_outs(stmt, stmt.body.results)
-    xs = [_stacked(param, stmt.length) for param in slices]
-    ys = [_stacked(result, stmt.length) for result in parts]
+    xs = [stacked(param, stmt.length) for param in slices]
+    ys = [stacked(result, stmt.length) for result in parts]
     _check_same(state, (*consts, *carry, *xs), stmt.ins, "an operand")
     _check_same(state, (*carried, *ys), stmt.outs, "a result")
     _check_same(state, carry, carried, "a carry")
@@ -71,16 +70,6 @@ def _check_cond(state: State, stmt: ir.Cond) -> None:
     for branch in stmt.branches:
         _check_same(state, branch.params, stmt.operands, "an operand")
         _check_same(state, branch.results, stmt.outs, "a result")
-
-
-def _stacked(buffer: ir.Buffer, length: int) -> ir.Buffer:
-    """A buffer with a value of that type for each iteration."""
-    return dataclasses.replace(
-        # No axis shards the iterations: a device would not have the slice of each.
-        buffer,
-        shape=(length, *buffer.shape),
-        dims=(ir.Dim(), *buffer.dims),
-    )
 
 
 def _check_same(
