@@ -134,11 +134,16 @@ def _bodies(program: Program, times: int, known: DeviceFacts) -> Iterator[Explan
 
 def count_loops(program: Program) -> int:
     """The loops of `program` over chunks."""
-    return sum(
-        isinstance(stmt, ir.For) and takes_turns(stmt)
-        for each in programs(program)
-        for stmt in each.body
-    )
+    found = 0
+    for each in programs(program):
+        begun = False
+        for stmt in each.body:
+            if isinstance(stmt, ir.GetCurrentStream):
+                begun = False
+            elif isinstance(stmt, ir.For) and takes_turns(stmt) and not begun:
+                # Another one before streams begin anew is the rest of its turns.
+                begun, found = True, found + 1
+    return found
 
 
 def puts(program: Program) -> bool:

@@ -20,11 +20,12 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
-from jhost.lowering.loops.edges import halos_in, have_edges_in_time, whole_windows
+from jhost.lowering.loops.edges import halos_in, whole_windows
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.loops.pipelining import Pipelining
 from jhost.lowering.loops.skewed import SkewedLoop
 from jhost.lowering.loops.whole_shard_loop import WholeShardLoop
+from jhost.lowering.loops.windowed import WindowedLoop
 from jhost.lowering.loops.zigzag import (
     ZigzagLoop,
     dims_in_zigzag_order,
@@ -35,7 +36,7 @@ from jhost.lowering.schedule.beside_last_sends import beside_last_sends
 from jhost.lowering.schedule.recompute.gathers import gathers_again
 from jhost.lowering.schedule.shards_ahead import IssuedAhead, WorkAhead
 from jhost.lowering.schedule.waiting_contractions import WaitingContractions
-from jhost.lowering.streams.participation import Participation
+from jhost.lowering.streams.participation import Participation, rule_of
 from jhost.lowering.units.make import barrier_of, type_of
 
 
@@ -143,10 +144,17 @@ class LoopBuilder:
             if id(maker) in members
         ):
             return False
-        choice = self.choices[self.participation(group[0]).stream]
-        return not self.halos or have_edges_in_time(
-            (*group, *joining), self.halos, choice.owners(self.mesh)
+        return not self.halos or self.goes_around((*group, *joining))
+
+    def goes_around(self, nodes: Group) -> bool:
+        """Whether one loop may have these nodes, as windows need the steps' order."""
+        # Attention may have its sequence in another order, and a sum that goes back in
+        # pieces has the pieces outermost.
+        others = any(
+            id(node) in self.back or ((rule := rule_of(node)) and rule.window)
+            for node in nodes
         )
+        return not (others and any(id(node) in self.halos for node in nodes))
 
     def makers(self, user: Node) -> Iterator[Node]:
         """The nodes that make what `user` reads or, for a barrier, waits for."""
@@ -293,6 +301,8 @@ class LoopBuilder:
         # If more chunks than devices are asked for, they are made.
         if group in self.adding and choice.chunks == choice.owners(self.mesh):
             return WholeShardLoop(spec, self.contractions)
+        if any(id(node) in self.halos for node in group):
+            return WindowedLoop(spec)
         return P2PLoop(spec)
 
     def works(self, group: Group) -> bool:

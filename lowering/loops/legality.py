@@ -140,17 +140,17 @@ def _p2p(
     # its transfers.
     if asked.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
-    # A step keeps the edges of its chunk for the next, which has the shard beside it.
-    edges = len(ways) == 1 and count == devices
+    pieces = count // devices
+    # A step keeps the edges of its chunk for those that work on the chunks beside it.
+    edges = len(ways) == 1 and extent % pieces == 0
     kept = {
         number: part
         for number, part in kept.items()
-        if _reach(graph[number], part) <= (part.steps if edges else 0)
+        if _reach(graph[number], part) <= (part.steps / pieces if edges else 0)
     }
     source = "one a device" if len(ways) == 1 else f"moved over {' and '.join(axes)}"
     source = source if asked.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
-    pieces = count // devices
     fewer = ""
     if (made := -(-extent // -(-extent // pieces))) < pieces:
         fewer = reason = f"on each device {_fewer_text(made, pieces, extent)}"

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.collective import INDEX, round_robin
-from jhost.lowering.loops.edges import Edges, behind_windows, halos_in, widest_edges
 from jhost.lowering.loops.moves import MovingLoop
-from jhost.lowering.streams.participation import Access, Participation
+from jhost.lowering.streams.participation import Access
 
 
 class P2PLoop(MovingLoop):
@@ -34,9 +33,6 @@ class P2PLoop(MovingLoop):
         # back the next receive.
         fewer = None if self.sends else spec.choice.spec.streams
         self.streams = min(spec.streams, fewer or spec.streams)
-        self.halos = halos_in(spec.nodes, spec.participation)
-        widest = widest_edges(spec.nodes, self.halos)
-        self.edges = Edges(self.devices, widest, spec.names, self.allocate)
         self.beside: list[ir.Stmt] = []
         """Cheap work that needs nothing of the loop, before the last own chunk."""
 
@@ -49,7 +45,6 @@ class P2PLoop(MovingLoop):
         head, tail = self.split(self.pieces)
         own: dict[tuple[str, Access], ir.Buffer] = {}
         first = self.segment(head, Constant(0), self.own_piece, own)
-        self.keep_edges(self.group)
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
         last = self.segment(tail, Constant(0), self.own_piece, own)
         wait, work = round_robin(remote, self.count, self.streams)
@@ -73,10 +68,6 @@ class P2PLoop(MovingLoop):
 
         In a loop that receives and sends, the last reduction is the first node after.
         """
-        if self.halos:
-            behind = behind_windows(self.group, self.halos)
-            late = {*map(id, behind)}
-            return [node for node in self.group if id(node) not in late], behind
         if not self.sends or (self.receives and pieces > 1):
             return self.group, ()
         if not self.receives:
@@ -95,37 +86,9 @@ class P2PLoop(MovingLoop):
     ) -> list[ir.Stmt]:
         """The statements of `nodes` on one chunk; `chunks` are those at hand."""
         self.step, self.piece, self.chunks, self.body = step, piece, chunks, []
-        self.edges.next_chunk()
         for node in nodes:
             self.node(node)
         return self.body
-
-    # --- What chunks need of their neighbours --------------------------------- #
-
-    def node(self, node: Node) -> None:
-        # The device's own chunk is read in windows last, and kept its edges first.
-        if not self.own:
-            self.keep_edges([node])
-        super().node(node)
-
-    def operand(self, node: Node, number: int, part: Participation) -> ir.Buffer:
-        chunk = super().operand(node, number, part)
-        halo = self.halos.get(id(node), {}).get(number)
-        if halo is None:
-            return chunk
-        buffer = node.reads[number]
-        place = self.chunk_of(part)
-        self.body += self.edges.window(buffer, chunk, halo, self.step, place)
-        return self.edges.windows[buffer.name, halo]
-
-    def keep_edges(self, nodes: Group) -> None:
-        """Keep the edges of the chunk at hand that windows of these nodes read."""
-        for node in nodes:
-            reads = self.spec.participation(node).reads
-            for number, halo in self.halos.get(id(node), {}).items():
-                buffer = node.reads[number]
-                chunk = self.read(buffer, reads[number])
-                self.body += self.edges.keep(buffer, chunk, halo, self.step)
 
     def on_own_stream(self, body: list[ir.Stmt]) -> list[ir.Stmt]:
         if not body:
@@ -155,10 +118,6 @@ class P2PLoop(MovingLoop):
     @property
     def remote_step(self) -> Index:
         """The step of an iteration: it works on the chunk of the device so far on."""
-        # Windows that read the chunk behind need it first.
-        halos = (halo for each in self.halos.values() for halo in each.values())
-        if any(halo.after > 0 for halo in halos):
-            return Constant(self.devices - 1) - INDEX
         return self.hidden.step(INDEX // self.pieces)
 
     @property

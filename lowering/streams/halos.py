@@ -33,13 +33,15 @@ class ChunkHalo:
 
 
 def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
-    """The halos of chunks of a factor, by operand."""
+    """The halos of chunks of a factor, by operand, where neighbours are read at all."""
     if not isinstance(stmt, Compute):
         return {}
-    return {
-        operand: ChunkHalo(dim, -reads.first, reads.first + reads.extent - 1)
+    halos = {
+        # Widths that users give may be NumPy's integers, which no index takes.
+        operand: ChunkHalo(dim, -int(reads.first), int(reads.first + reads.extent) - 1)
         for operand, dim, reads in _windows(stmt, factor)
     }
+    return {operand: halo for operand, halo in halos.items() if halo.most > 0}
 
 
 def reads_others(stmt: Stmt) -> str:

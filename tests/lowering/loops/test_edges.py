@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.errors import ChunksError, PipelineError
+from jhost.lowering.explain import count_loops
+from jhost.lowering.ir.statements import Communicate
 from tests import budget, finding, sums
 from tests.jhost.derived import backward
 from tests.lowering.on_mesh import every_size, exact, on, on_streams, program_of, tp
@@ -89,8 +92,8 @@ def block(mix: Mix, **mark: Any) -> Callable[..., Array]:
     return f
 
 
-def operands(rows: int, taps: int = 9) -> tuple[Array, ...]:
-    shapes = (rows, 4), (4, 8), (taps, 8), (8, 4)
+def operands(rows: int, taps: int = 9, width: int = 8) -> tuple[Array, ...]:
+    shapes = (rows, 4), (4, width), (taps, width), (width, 4)
     return tuple(array(*shape, seed=seed) for seed, shape in enumerate(shapes))
 
 
@@ -143,13 +146,42 @@ def test_a_backward_takes_the_steps_the_other_way_round(mix: Mix) -> None:
         assert "window" in work(loop.body)
 
 
-def test_windows_to_both_sides_are_in_a_loop_over_two_devices_alone() -> None:
-    f = block(convolution(1, 1), pipeline="p2p")
-    assert len(loops(exact(f, *operands(8), **tp(2, *SPECS)))) == 1
-    program = exact(f, *operands(16), **tp(4, *SPECS))
-    assert len(loops(program)) == 2
-    (stop,) = notes(program, "streams stop")
-    assert "conv_general_dilated reads elements of other chunks" in stop
+def twice(x: Array, taps: Array) -> Array:
+    return causal(causal(x, taps), taps)
+
+
+def differences(x: Array, taps: Array) -> Array:
+    """A window of windows of it: what is shorter is padded again."""
+    return jnp.pad(x[2:] - x[:-2], ((1, 1), (0, 0))) * taps[0]
+
+
+@every_size
+@pytest.mark.parametrize(
+    "mix",
+    [convolution(1, 1), twice, differences],
+    ids=["both sides", "twice", "differences"],
+)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_all_windows_are_in_the_loop_of_both_products(
+    devices: int, mix: Mix, pieces: int
+) -> None:
+    """Its first and last turns, with less to do, stand around the others."""
+    f = block(mix, pipeline="p2p", chunks=devices * pieces)
+    program = exact(f, *operands(12 * devices), **tp(devices, *SPECS))
+    assert count_loops(program) == 1
+    assert not notes(program, "streams stop")
+    in_loops = [word for loop in loops(program) for word in work(loop.body)]
+    assert "CollectivePermute" in in_loops
+    outside = [stmt for stmt in program.body if isinstance(stmt, Communicate)]
+    assert not outside
+
+
+def test_windows_of_a_remat_backward_are_in_one_loop() -> None:
+    """The forward's windows read one way, and those of cotangents the other."""
+    f, args = jax.checkpoint(block(causal, pipeline="p2p")), operands(32)
+    exact(gradients(f), *args, **tp(4, INS, INS))
+    _, back = backward(jhost.jit(f, **tp(4, *SPECS)), *args)
+    assert count_loops(back) == 1
 
 
 def test_a_stream_ends_at_a_window_that_is_wider_than_a_chunk() -> None:
@@ -160,21 +192,9 @@ def test_a_stream_ends_at_a_window_that_is_wider_than_a_chunk() -> None:
     assert "conv_general_dilated reads elements of other chunks" in stop
 
 
-def test_of_two_windows_in_a_row_each_has_a_loop() -> None:
-    """The first makes the device's own chunk last, and the second needs it first."""
-
-    def twice(x: Array, taps: Array) -> Array:
-        return causal(causal(x, taps), taps)
-
-    program = exact(block(twice, pipeline="p2p"), *operands(32), **tp(4, *SPECS))
-    for loop in loops(program):
-        assert work(loop.body).count("conv_general_dilated") == 1
-    assert len(loops(program)) == 2
-
-
-def test_a_shard_in_pieces_has_its_windows_between_two_loops() -> None:
+def test_a_shard_in_uneven_pieces_has_its_windows_between_two_loops() -> None:
     f = block(causal, pipeline="p2p", chunks=8)
-    program = exact(f, *operands(32), **tp(4, *SPECS))
+    program = exact(f, *operands(28), **tp(4, *SPECS))
     assert not any("conv_general_dilated" in work(loop.body) for loop in loops(program))
     assert len(notes(program, "streams stop")) == 1
 
@@ -206,6 +226,11 @@ def test_streams_that_nobody_marked_go_through_windows() -> None:
 # --- All is exact ------------------------------------------------------------------- #
 
 
+def tame(x: Array) -> Array:
+    """Small integers again, so that sums of products of them stay exact."""
+    return jnp.where(jnp.abs(x) < 9, x, 1)
+
+
 @st.composite
 def mixes(draw: st.DrawFn) -> tuple[Mix, int]:
     """A mix of neighbouring rows, and the taps that it has."""
@@ -218,19 +243,32 @@ def mixes(draw: st.DrawFn) -> tuple[Mix, int]:
     return made(before, after), before + after + 1
 
 
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Mix, int]:
+    """Mixes one after another, some of them added to what they read."""
+    made = draw(st.lists(st.tuples(mixes(), st.booleans()), min_size=1, max_size=3))
+
+    def mix(x: Array, taps: Array) -> Array:
+        for (each, _), adds in made:
+            x = tame(each(x, taps) + x if adds else each(x, taps))
+        return x
+
+    return mix, max(count for (_, count), _ in made)
+
+
 @given(
-    devices=st.sampled_from([2, 4]),
-    rows=st.integers(1, 6),
+    devices=st.sampled_from([2, 3, 4]),
+    rows=st.integers(1, 12),
     uneven=st.integers(0, 1),
-    mix=mixes(),
+    mix=chains(),
     queues=st.integers(1, 3),
     derived=st.booleans(),
     place=st.sampled_from(["in chunks", "whole", "beside transfers"]),
-    marks=st.fixed_dictionaries(
-        {"chunks": st.sampled_from([None, 4]), "pipeline": st.just("p2p")}
-    ),
+    pieces=st.sampled_from([None, 1, 2, 3]),
+    checkpointed=st.booleans(),
+    found=st.booleans(),
 )
-@settings(max_examples=budget.examples(20))
+@settings(max_examples=budget.examples(12))
 def test_windows_of_chunks_are_exact(
     devices: int,
     rows: int,
@@ -239,25 +277,30 @@ def test_windows_of_chunks_are_exact(
     queues: int,
     derived: bool,
     place: Any,
-    marks: dict[str, Any],
+    pieces: int | None,
+    checkpointed: bool,
+    found: bool,
 ) -> None:
     """Of any reach, also wider than a chunk, and with rows that do not divide."""
     made, taps = mix
-    f = block(made, **marks)
-    args = operands(devices * rows, taps)
+    chunks = pieces and pieces * devices
+    f = block(made, **({} if found else {"chunks": chunks, "pipeline": "p2p"}))
+    f = jax.checkpoint(f) if checkpointed else f
+    args = operands(devices * rows, taps, 2 * devices)
 
     def cut(x: Array, *weights: Array) -> Array:
         y = f(x[: len(x) - uneven], *weights)
         return jnp.pad(y, ((0, uneven), (0, 0)))
 
-    with on_streams(queues), sums.standing(place):
+    searched = finding.everywhere() if found else contextlib.nullcontext()
+    with on_streams(queues), sums.standing(place), searched:
         try:
             if derived:
                 exact(gradients(cut), *args, **tp(devices, INS, INS))
             else:
                 exact(cut, *args, **tp(devices, *SPECS))
         except ChunksError:
-            assert marks["chunks"] is not None
+            assert chunks is not None
 
 
 def test_in_a_loop_whose_iterations_overlap() -> None:
