@@ -19,7 +19,7 @@ from jhost.lowering.streams.halos import ChunkHalo
 Halos: TypeAlias = Mapping[int, Mapping[int, ChunkHalo]]
 """By a node's identity, the halos of its operands."""
 
-Work: TypeAlias = tuple[Node, int]
+PlacedNode: TypeAlias = tuple[Node, int]
 """A node, and the place of the chunk that it works on."""
 
 
@@ -86,7 +86,7 @@ class Turns:
             )
         }
 
-    def head(self) -> list[Work]:
+    def head(self) -> list[PlacedNode]:
         """The work on the device's own chunks before all others."""
         return [
             (node, place)
@@ -105,7 +105,7 @@ class Turns:
                 [node for node in self.nodes if self.of(node).begins <= start],
             )
 
-    def tail(self) -> list[Work]:
+    def tail(self) -> list[PlacedNode]:
         """The work in later turns, with what chunks of other devices need first."""
         works = [
             (node, (turn - timing.late) % self.chunks)
@@ -116,13 +116,13 @@ class Turns:
         urgent = self._urgent(works)
         return [*urgent, *(work for work in works if work not in urgent)]
 
-    def is_own(self, work: Work) -> bool:
+    def is_own(self, work: PlacedNode) -> bool:
         """Whether some work is on a chunk of the device's own."""
         return work[1] < self.own
 
-    def _urgent(self, works: Sequence[Work]) -> list[Work]:
+    def _urgent(self, works: Sequence[PlacedNode]) -> list[PlacedNode]:
         """The work on chunks of other devices, and what that needs."""
-        found: list[Work] = []
+        found: list[PlacedNode] = []
         wanted: set[tuple[str, int]] = set()
         for node, place in reversed(works):
             made = {(buffer.name, place) for buffer in node.writes}

@@ -15,7 +15,7 @@ from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.collective import INDEX
 from jhost.lowering.loops.edges import Edges, halos_in, widest_edges
 from jhost.lowering.loops.p2p import P2PLoop
-from jhost.lowering.loops.turns import Turns, Work
+from jhost.lowering.loops.turns import PlacedNode, Turns
 from jhost.lowering.streams.halos import ChunkHalo
 from jhost.lowering.streams.participation import Access, Participation
 
@@ -123,7 +123,7 @@ class WindowedLoop(P2PLoop):
                 self.keep_edges(buffer.name)
 
     def at(self, number: Index) -> None:
-        """Work on the chunk of that number from now on."""
+        """PlacedNode on the chunk of that number from now on."""
         self.number = number
         self.step = number // self.pieces
         self.piece = number % self.pieces if self.pieces > 1 else Constant(0)
@@ -184,5 +184,5 @@ def _nothing_at_hand() -> dict[Index, dict[tuple[str, Access], ir.Buffer]]:
     return collections.defaultdict(dict)
 
 
-def _constant(works: Iterable[Work]) -> Iterator[tuple[Node, Index]]:
+def _constant(works: Iterable[PlacedNode]) -> Iterator[tuple[Node, Index]]:
     return ((node, Constant(place)) for node, place in works)
