@@ -70,21 +70,21 @@ def _collective(
         reason = f"{fewer}; {mark.reason}" if mark.reason else fewer
     if chunks == 1:
         return off("one chunk needs no loop")
-    # Elements beside a slice of each shard are in other iterations.
-    kept = {n: part for n, part in parts.items() if not _reach(graph[n], part)}
-    if parts and not kept:
+    made = Pipelining(
+        spec=dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks),
+        reason=reason,
+        participations=parts,
+        fewer="" if mark.reason else fewer,  # nobody asked for what jhost chose
+    )
+    kept = _with_windows_at_hand(made, graph, extent, {})
+    if parts and not kept.participations:
         reasons = (reads_others(graph[n].stmt) for n in parts)
         raise errors.PipelineError(
             "A collective pipeline has no elements of other chunks. Mark a value "
             'before or after, or ask for pipeline="p2p".',
             [f"axis={mark.dim} at {mark.where}: {each}" for each in reasons],
         )
-    return Pipelining(
-        spec=dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks),
-        reason=reason,
-        participations=kept,
-        fewer="" if mark.reason else fewer,  # nobody asked for what jhost chose
-    )
+    return kept
 
 
 def _fewer_text(chunks: int, count: int, extent: int) -> str:
@@ -141,20 +141,13 @@ def _p2p(
     if asked.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
     pieces = count // devices
-    # A step keeps the edges of its chunk for those that work on the chunks beside it.
-    edges = len(ways) == 1 and extent % pieces == 0
-    kept = {
-        number: part
-        for number, part in kept.items()
-        if _reach(graph[number], part) <= (part.steps / pieces if edges else 0)
-    }
     source = "one a device" if len(ways) == 1 else f"moved over {' and '.join(axes)}"
     source = source if asked.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     fewer = ""
     if (made := -(-extent // -(-extent // pieces))) < pieces:
         fewer = reason = f"on each device {_fewer_text(made, pieces, extent)}"
-    return Pipelining(
+    found = Pipelining(
         spec=dataclasses.replace(asked, chunks=count),
         reason=reason,
         participations=kept,
@@ -164,12 +157,44 @@ def _p2p(
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
         fewer="" if mark.reason else fewer,
     )
+    return _with_windows_at_hand(found, graph, extent, mesh)
 
 
-def _reach(node: Node, part: Participation) -> int:
-    """How far windows of a chunk reach into a chunk beside it."""
+def _with_windows_at_hand(
+    made: Pipelining, graph: Sequence[Node], extent: int, mesh: Mapping[str, int]
+) -> Pipelining:
+    """A pipeline without the nodes that read what no chunk has at hand."""
+    kept = {
+        number: part
+        for number, part in made.participations.items()
+        if not out_of_reach(graph[number], part, made, extent, mesh)
+    }
+    return dataclasses.replace(made, participations=kept)
+
+
+def out_of_reach(
+    node: Node,
+    part: Participation,
+    made: Pipelining,
+    extent: int,
+    mesh: Mapping[str, int],
+) -> str:
+    """Why chunks of a pipeline lack what windows read of others; "" if they do not."""
     halos = halos_of(node.stmt, part.factor).values()
-    return max((halo.most for halo in halos), default=0)
+    if not halos:
+        return ""
+    if made.pipeline == "collective":
+        # Elements beside a slice of each shard are in other iterations.
+        return reads_others(node.stmt, "and a collective pipeline has none")
+    if made.across:
+        return reads_others(node.stmt, "and they move along several axes")
+    pieces = made.chunks // made.owners(mesh)
+    # A step keeps the edges of its chunk for those that work on the chunks beside it.
+    if extent % pieces:
+        return reads_others(node.stmt, "and pieces of a shard differ in size")
+    if max(halo.most for halo in halos) > part.steps / pieces:
+        return reads_others(node.stmt, "not only of those beside it")
+    return ""
 
 
 def _no_multiple(

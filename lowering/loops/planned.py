@@ -20,7 +20,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark, StreamReport
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Stmt
-from jhost.lowering.loops.legality import choose_pipeline
+from jhost.lowering.loops.legality import choose_pipeline, out_of_reach
 from jhost.lowering.loops.pipelining import Pipelining, off
 from jhost.lowering.loops.wishes import (
     streams_without_work,
@@ -74,9 +74,14 @@ class PlannedStreams:
     def left_windows(self) -> Iterator[Note]:
         """Notes on what reads in windows, and no chunk of a pipeline has these."""
         for number, part in self.plan.participations.items():
-            node, made = self.graph[number], self.made[part.stream].participations
-            if made and number not in made and halos_of(node.stmt, part.factor):
-                yield stop_note(node, reads_others(node.stmt))
+            node, made = self.graph[number], self.made[part.stream]
+            if made.participations and number not in made.participations:
+                extent = self.plan.extents[part.stream]
+                mesh = dict(self.program.mesh.shape)
+                if reason := out_of_reach(node, part, made, extent, mesh):
+                    yield stop_note(node, reason)
+                elif halos_of(node.stmt, part.factor):
+                    yield stop_note(node, reads_others(node.stmt))
 
 
 def planned(program: Program, strict: bool) -> PlannedStreams:

@@ -44,26 +44,32 @@ def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
     return {operand: halo for operand, halo in halos.items() if halo.most > 0}
 
 
-def reads_others(stmt: Stmt) -> str:
+def reads_others(stmt: Stmt, how: str = "") -> str:
     """Why a stream ends before a computation that reads in windows."""
     assert isinstance(stmt, Compute)
     (unit_eqn,) = stmt.unit.eqns
-    return f"{unit_eqn.eqn.primitive.name} reads elements of other chunks"
+    others = f"{unit_eqn.eqn.primitive.name} reads elements of other chunks"
+    return f"{others}, {how}" if how else others
 
 
-def reads_neighbours(stmt: Compute, factor: int) -> bool:
-    """Whether chunks of a factor with windows are chunks of each operand, with halos.
+def far_reads(stmt: Compute, factor: int) -> str:
+    """Why chunks of a factor with windows are no chunks of the operands, or "".
 
     They are if step i reads around element i, and a device has the dim whole.
     """
     (unit_eqn,) = stmt.unit.eqns
-    if unit_eqn.axes[factor] or unit_eqn.rule.reducers[factor] is not None:
-        return False
+    if unit_eqn.axes[factor]:
+        return reads_others(stmt, "and a device has only a part of the dim")
+    if unit_eqn.rule.reducers[factor] is not None:
+        return reads_others(stmt, "and reduces over all of them")
     steps = unit_eqn.rule.sizes[factor]
-    return all(
-        reads.stride == reads.dilation == 1 and stmt.ins[operand].shape[dim] == steps
-        for operand, dim, reads in _windows(stmt, factor)
-    )
+    for operand, dim, reads in _windows(stmt, factor):
+        if reads.stride != 1 or reads.dilation != 1:
+            return reads_others(stmt, "with a stride, or in reverse")
+        if stmt.ins[operand].shape[dim] != steps:
+            size = stmt.ins[operand].shape[dim]
+            return reads_others(stmt, f"and makes {steps} of {size} elements")
+    return ""
 
 
 def _windows(

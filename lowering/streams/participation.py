@@ -23,7 +23,7 @@ from jhost.lowering.ir.statements import (
 )
 from jhost.lowering.rules.dim_rule import DimRule, Dims, shape_of
 from jhost.lowering.rules.table import reason_of
-from jhost.lowering.streams.halos import reads_neighbours, reads_others
+from jhost.lowering.streams.halos import far_reads
 
 ONE = Fraction(1)
 
@@ -154,8 +154,8 @@ def _compute_part(
     if entered is None or entered.factor in rule.inner or rule.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
-    if factor in rule.windowed and not reads_neighbours(stmt, factor):
-        return reads_others(stmt)
+    if factor in rule.windowed and (reason := far_reads(stmt, factor)):
+        return reason
     # Each chunk would take as long as the whole: see `DimRule.unstreamed`.
     if factor in rule.unstreamed:
         return f"{unit_eqn.eqn.primitive.name} takes all of dim {access.dim} at once"
