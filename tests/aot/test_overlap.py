@@ -338,17 +338,28 @@ def test_swiglu_block_both_ways(tp: Mesh, case: Case) -> None:
     check_both_ways(tp, case, swiglu, shapes, (ROW, COLUMN, COLUMN, ROW), ROW)
 
 
+def shifted(x: jax.Array, by: int) -> jax.Array:
+    """All rows so far on."""
+    if by < 0:
+        return jnp.pad(x[-by:], ((0, -by), (0, 0)))
+    return jnp.pad(x, ((by, 0), (0, 0)))[:TOKENS]
+
+
 @outer_jit
+@pytest.mark.parametrize(
+    ("first", "times"), [(0, 1), (-1, 1), (0, 2)], ids=["causal", "centred", "twice"]
+)
 @each(p2p=Case(P2P, 36, PERMUTES_12))
-def test_causal_convolution_both_ways(tp: Mesh, case: Case) -> None:
-    """Between two products, with a gate: a chunk keeps its last rows for the next."""
+def test_convolution_both_ways(tp: Mesh, case: Case, first: int, times: int) -> None:
+    """Between two products, with a gate: a chunk keeps its edge rows for others."""
 
     def f(
         x: jax.Array, up: jax.Array, gate: jax.Array, taps: jax.Array, down: jax.Array
     ) -> jax.Array:
-        hidden = x @ up
-        rows = (jnp.pad(hidden, ((n, 0), (0, 0)))[:TOKENS] for n in range(4))
-        mixed = sum(tap * each for tap, each in zip(taps, rows, strict=True))
+        mixed = x @ up
+        for _ in range(times):
+            rows = [shifted(mixed, first + n) for n in range(4)]
+            mixed = sum(tap * each for tap, each in zip(taps, rows, strict=True))
         return jhost.stream(mixed * (x @ gate) @ down, 0)
 
     shapes = (TOKENS, MODEL), *[(MODEL, HIDDEN)] * 2, (4, HIDDEN), (HIDDEN, MODEL)
