@@ -17,13 +17,15 @@ from jax.sharding import AbstractMesh
 
 from jhost._jax import NO_LINE
 from jhost.lowering.ir.axis_parts import given_axes, is_part, with_parts
-from jhost.lowering.ir.bodies import all_marks, rebuilt, statements
-from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.bodies import all_marks, held_statements, rebuilt
+from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.marks import Mark, ShardMark, StreamRequest
+from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.layouts.solve import Solution
+from jhost.lowering.padding.reached import DimOfValue, reached_axes
 from jhost.lowering.rules.dim_rule import DimRule, Dims
 
 _PartSizes: TypeAlias = Mapping[str, Sequence[int]]
@@ -80,24 +82,34 @@ class SplitAxes:
     def sizes(self, program: Program) -> _PartSizes:
         """The parts that dims of reshapes could take."""
         mesh = dict(program.mesh.shape)
-        rules = [*_rules(program)]
+        rules = [rule for _, _, rule in _computed(program)]
         if any(rule.pinned is not None for rule in rules) or any(map(is_part, mesh)):
             return {}
         if any(isinstance(mark, StreamRequest) for mark in all_marks(program)):
             return {}
         steps = {n for rule in rules if rule.inner for n in _outer_steps(rule)}
-        found = {
-            axis: _in_parts(size, _divisors(size, steps, mesh))
+        divisors = {
+            axis: _divisors(size, steps, mesh)
             for axis, size in mesh.items()
             if axis not in self.between
+        }
+        if not any(divisors.values()):
+            return {}
+        short = _axes_without_room(program)
+        found = {
+            axis: _in_parts(mesh[axis], divisors[axis])
+            for axis in divisors
+            if axis in short
         }
         return {axis: parts for axis, parts in found.items() if len(parts) > 1}
 
 
-def _rules(program: Program) -> Iterator[DimRule]:
-    for stmt in statements(program):
+def _computed(program: Program) -> Iterator[tuple[Program, Compute, DimRule]]:
+    """Each computation in a program and its bodies, with where it is and its rule."""
+    for each, stmt in held_statements(program):
         if isinstance(stmt, Compute):
-            yield from (unit_eqn.rule for unit_eqn in stmt.unit.eqns)
+            for unit_eqn in stmt.unit.eqns:
+                yield each, stmt, unit_eqn.rule
 
 
 def _outer_steps(rule: DimRule) -> Iterator[int]:
@@ -107,6 +119,33 @@ def _outer_steps(rule: DimRule) -> Iterator[int]:
         while mapped is not None and mapped.inside is not None:
             yield rule.sizes[mapped.factor]
             mapped = mapped.inside
+
+
+def _axes_without_room(program: Program) -> set[str]:
+    """The axes that come to a merged dim whose outermost steps they do not divide.
+
+    Only these can go on to the dims inside.  Devices that share a batch evenly leave
+    none for what it is merged with.
+    """
+    reached, mesh = reached_axes(program), dict(program.mesh.shape)
+    found = set[str]()
+    for key, steps in _merged(program):
+        axes = {axis for axes in reached.get(key, ()) for axis in axes}
+        if steps % axes_size([*axes], mesh):
+            found |= axes
+    return found
+
+
+def _merged(program: Program) -> Iterator[tuple[DimOfValue, int]]:
+    """The merged dims in a program and its bodies, with their outermost steps."""
+    for each, stmt, rule in _computed(program):
+        if not rule.inner:
+            continue
+        maps = (*operand_maps(stmt), *rule.results)
+        for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
+            for dim, mapped in enumerate(dims):
+                if mapped is not None and mapped.inside is not None:
+                    yield (id(each), buffer.name, dim), rule.sizes[mapped.factor]
 
 
 def _divisors(size: int, steps: set[int], mesh: Mapping[str, int]) -> list[int]:

@@ -25,7 +25,7 @@ from jhost.lowering.padding.block_searches import (
     best_in_blocks,
     most_in_blocks,
 )
-from jhost.lowering.padding.windowed import ReachedAxes, reached_axes
+from jhost.lowering.padding.reached import ReachedAxes, reached_axes
 from jhost.lowering.units.make import computes_of
 
 _Blockwise: TypeAlias = Callable[[JaxprEqn, int], Callable[[Any], Any] | None]

@@ -17,10 +17,12 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.axis_parts import is_part
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
+from jhost.lowering.layouts.split_axes import SplitAxes
 from tests import budget
 from tests.lowering.hand_built import integers, mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of
-from tests.lowering.traced import interpreted, plain
+from tests.lowering.traced import built, interpreted, plain
 
 ROWS = P("a")
 
@@ -85,6 +87,21 @@ def test_marks_of_streams_keep_axes_whole() -> None:
 
     program = program_of(f, integers(16, 4), **on({"a": 4}, ROWS, ROWS))
     assert dict(program.mesh.shape) == {"a": 4}
+
+
+def test_no_axis_is_split_that_comes_to_no_uneven_dim() -> None:
+    """Layouts on parts are solved anew, which takes as long as all of the others."""
+
+    def batch(x: Any) -> Any:
+        heads = jhost.shard(x, P("a")).reshape(8, 2, 4)
+        return jhost.shard(heads.reshape(16, 4), P("a"))
+
+    def uneven(x: Any) -> Any:
+        return rows_in_two(jhost.shard(x, P("a")))
+
+    split = SplitAxes(PropagateLayouts())
+    assert split.sizes(built(batch, (8, 8), a=4)) == {}
+    assert split.sizes(built(uneven, (8, 8), a=4)) == {"a": (2, 2)}
 
 
 # --- At random ---------------------------------------------------------------------- #
