@@ -42,13 +42,9 @@ class Access:
 
 # Plans ask for these often, and making a fraction is slow.
 @functools.lru_cache(maxsize=1024)
-def _whole(size: int) -> Fraction:
-    return Fraction(size)
-
-
 def steps_in(size: int, groups: Fraction) -> Fraction:
-    """The steps in each group; for one group always the same object."""
-    return _whole(size) if groups is ONE else size / groups
+    """The steps in each group; most often the same object if asked again."""
+    return Fraction(size) / groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
