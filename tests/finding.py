@@ -13,6 +13,7 @@ from jhost._call import program as call_program
 from jhost.lowering.cost import choose_found, stream_bounds
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.ir.graph import graph_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.streams.found import found_streams
 from jhost.lowering.streams.found_stream import FoundStream
@@ -47,6 +48,7 @@ def _every_stream(
     mesh: dict[str, Any] = dict(program.mesh.shape)
     return found_streams(
         program,
+        graph_of(program),
         lambda s: bounds.seconds(s, mesh),
         lambda s: bounds.uneven(s, mesh),
         spares,

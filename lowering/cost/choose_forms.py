@@ -123,9 +123,7 @@ class ChooseForms(EachProgram):
 
     def change(self, program: Program) -> Program:
         can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
-        other, moved = program, list[MovedWork]()
-        if self.moves_work:
-            other, moved = with_work_moved(program, can_hide)
+        other, moved = self.with_work_moved(program)
         if not moved:
             return self.with_forms(program, can_hide)
         said = (_said_moved(program, each) for each in moved)
@@ -136,6 +134,19 @@ class ChooseForms(EachProgram):
             if not self.gains(made, ordered, _GAIN_OF_WORK):
                 return made
         return ordered
+
+    def with_work_moved(self, program: Program) -> tuple[Program, list[MovedWork]]:
+        """The program with work moved beside its transfers, if work may move."""
+        mesh = dict(program.mesh.shape)
+        can_hide = functools.partial(self.can_hide, mesh=mesh)
+        return with_work_moved(program, can_hide) if self.moves_work else (program, [])
+
+    def orders_of_work(self, program: Program) -> Iterator[Program]:
+        """The program, and the same with its own work moved, if any moves."""
+        yield program
+        other, moved = self.with_work_moved(program)
+        if moved:
+            yield other
 
     def may_weigh(self, moved: Sequence[MovedWork]) -> bool:
         """Whether work moves only if that is predicted to gain."""

@@ -17,8 +17,13 @@ from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_permutes import kinds_of, ranked_kinds
 from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
 from jhost.lowering.cost.remembering import FollowingPass, through
-from jhost.lowering.cost.simulate import working
-from jhost.lowering.ir.bodies import is_pipelined, statements, with_each_body
+from jhost.lowering.cost.soonest import soonest
+from jhost.lowering.ir.bodies import (
+    held_bodies,
+    is_pipelined,
+    statements,
+    with_each_body,
+)
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LeftToXla, Prediction
 from jhost.lowering.ir.statements import Communicate
@@ -66,9 +71,12 @@ class ChooseSchedule:
         rates = self.transfers.rates
         assert rates is not None
         ordered = with_each_body(program, self.transfers.apply)
-        ordered = self.transfers.in_units(ordered)
-        least = min(working(ordered, each) for _, each in kinds_of(rates))
+        every = map(self.transfers.in_units, self.transfers.orders_of_work(ordered))
+        kinds = [each for _, each in kinds_of(rates)]
+        least = min(soonest(each, kind) for each in every for kind in kinds)
         least = _LEAST * least - self.cycles.most_saved(program)
+        if not any(held_bodies(program)):
+            return least  # without bodies XLA makes no transfer sooner than that
         return min(least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:

@@ -86,16 +86,6 @@ def _predicted(
     )
 
 
-def working(program: Program, rates: Rates) -> float:
-    """The seconds for which devices work, with all that happens in bodies.
-
-    The program takes no less, wherever its own transfers are.
-    """
-    return sum(
-        task.seconds for task in _tasks_by_itself(program, rates) if not task.transfer
-    )
-
-
 @derived_with
 def _tasks(
     program: Program,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeAlias
@@ -20,12 +21,19 @@ from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
-from jhost.lowering.ir.transfers import received_bytes
+from jhost.lowering.ir.transfers import larger_side, received_bytes
 from jhost.lowering.streams.found import found_streams
 from jhost.lowering.streams.found_stream import FoundStream
 
 CanHide: TypeAlias = Callable[[Communicate, Mapping[str, int]], bool]
 """Whether a transfer may stand beside work on a mesh, outside of loops over chunks."""
+
+
+_LEAST = 1 << 20
+"""Transfers of fewer bytes than this take no longer than their latency.
+
+A permute for each other device has more of it.
+"""
 
 
 def least_gain(stream: FoundStream, rates: Rates) -> float:
@@ -37,11 +45,31 @@ def least_gain(stream: FoundStream, rates: Rates) -> float:
     return (1 - gain_of(rates)) * stream.work
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Times:
+    """The seconds of a program's statements, as far as they matter for streams.
+
+    Attributes:
+        graph: the nodes of the program.
+        work: for each node, what its contractions take.
+        hidden: for each contraction, what it takes, and for each transfer what only a
+            stream could hide; by the identities of statements.
+        uneven: as in `StreamBounds.uneven`, by the identities of statements.
+    """
+
+    graph: Graph
+    work: Sequence[float]
+    hidden: Mapping[int, float]
+    uneven: Mapping[int, float]
+
+
 class StreamBounds:
     """The streams that could hide enough to gain, by lower bounds of all times."""
 
     def __init__(self, rates: Rates, can_hide: CanHide) -> None:
         self.rates, self.can_hide = rates, can_hide
+        self.known: list[tuple[Program, _Times | None]] = []
+        """The times of programs that were searched."""
 
     def streams(
         self, program: Program, *, spares: bool = False
@@ -59,32 +87,53 @@ class StreamBounds:
         self, program: Program, carried: Mapping[str, str] | None, spares: bool
     ) -> list[FoundStream]:
         """The streams of one program, or of a body that hands on values to itself."""
-        if not any(map(self.may_hide, program.body)):
+        times = self.times(program, carried)
+        if times is None:
             return []
-        graph, mesh = graph_of(program), dict(program.mesh.shape)
-        work = [self.work_of(node.stmt, mesh) for node in graph]
-        seconds = self.exposed(graph, mesh, WorkBeside(graph, work, carried))
-        uneven = {id(n.stmt): self.uneven(n.stmt, mesh) for n in graph}
-        if not any((*seconds.values(), *uneven.values())):
-            return []
-        seconds |= {id(n.stmt): s for n, s in zip(graph, work, strict=True) if s}
         every = found_streams(
             program,
-            lambda s: seconds.get(id(s), 0.0),
-            lambda s: uneven[id(s)],
+            times.graph,
+            lambda s: times.hidden.get(id(s), 0.0),
+            lambda s: times.uneven[id(s)],
             spares,
         )
         every = [e for e in every if e.hidden > least_gain(e, self.rates)]
         spare = self.spare_host(program) if every else 0.0
         every = [e for e in every if spare > self.more_host(program, e.moved)]
-        return [part for each in every for part in rows_apart(each, work)]
+        return [part for each in every for part in rows_apart(each, times.work)]
+
+    def times(
+        self, program: Program, carried: Mapping[str, str] | None
+    ) -> _Times | None:
+        """The times of a program; None if it has nothing that a stream could hide."""
+        for known, times in self.known:
+            if known is program:
+                return times
+        times = self.found_times(program, carried)
+        self.known.append((program, times))
+        return times
+
+    def found_times(
+        self, program: Program, carried: Mapping[str, str] | None
+    ) -> _Times | None:
+        if not any(map(self.may_hide, program.body)):
+            return None
+        graph, mesh = graph_of(program), dict(program.mesh.shape)
+        work = [self.work_of(node.stmt, mesh) for node in graph]
+        hidden = self.exposed(graph, mesh, WorkBeside(graph, work, carried))
+        uneven = {id(n.stmt): self.uneven(n.stmt, mesh) for n in graph}
+        if not any((*hidden.values(), *uneven.values())):
+            return None
+        hidden |= {id(n.stmt): s for n, s in zip(graph, work, strict=True) if s}
+        return _Times(graph, work, hidden, uneven)
 
     def exposed(
         self, graph: Graph, mesh: Mapping[str, int], beside: WorkBeside
     ) -> dict[int, float]:
         """What each transfer takes that no work outside of loops can hide.
 
-        All of them share the work that may stand beside them.
+        All of them share the work that may stand beside them.  Small ones take nothing:
+        no loop hides latencies.
         """
         moves = {
             number: self.seconds(node.stmt, mesh)
@@ -97,7 +146,9 @@ class StreamBounds:
             if self.can_hide(stmt, mesh)
             else seconds
             for number, seconds in moves.items()
-            if seconds and isinstance(stmt := graph[number].stmt, Communicate)
+            if seconds
+            and isinstance(stmt := graph[number].stmt, Communicate)
+            and larger_side(stmt) >= _LEAST
         }
 
     def spare_host(self, program: Program) -> float:

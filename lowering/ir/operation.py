@@ -192,7 +192,11 @@ def _axes_of(dim: FactorDim, assignment: Assignment) -> tuple[str, ...]:
 
 def has_contraction(stmt: Stmt) -> bool:
     """Whether a statement is a matmul, or another kernel that sums products."""
-    return isinstance(stmt, Compute) and any(e.rule.contracts for e in stmt.unit.eqns)
+    if isinstance(stmt, Compute):
+        for eqn in stmt.unit.eqns:  # asked so often that a generator takes too long
+            if eqn.rule.contracts:
+                return True
+    return False
 
 
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:

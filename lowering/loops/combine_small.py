@@ -190,6 +190,8 @@ class _CombiningWalk:
 
     def needed(self, node: Node) -> int:
         """The open groups that a node waits for."""
+        if not self.open:  # most often
+            return 0
         needed, still_open = 0, sum(each.bit for each in self.open)
         for name in (*(buffer.name for buffer in node.reads), *node.barrier):
             needed |= self.behind.get(name, 0)

@@ -17,7 +17,7 @@ from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute
 from jhost.lowering.loops.pipelining import Pipelining, Ways, off, owners_along
 from jhost.lowering.streams.halos import halos_of, reads_others
-from jhost.lowering.streams.participation import Participation
+from jhost.lowering.streams.participation import ONE, Participation
 
 DEFAULT_CHUNKS = 4
 """The chunk count of a collective pipeline that was asked for without one."""
@@ -302,7 +302,7 @@ def _rotates(node: Node, part: Participation, chunks: int, axes: Set[str]) -> bo
     would differ from device to device, because they add chunks in different orders.
     """
     stmt = node.stmt
-    if part.ratio != 1 or part.groups != chunks:
+    if part.ratio is not ONE or part.groups != chunks:
         return False
     if isinstance(stmt, Communicate):
         return not set(stmt.axes) & axes

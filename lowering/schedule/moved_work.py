@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.program import Program
@@ -95,6 +95,7 @@ class WorkOrder:
             for number, stmt in self.blocks.transfers
             if stmt.kind in (*GATHERING, *SUMS) and is_open(stmt)
         }
+        self.works: dict[ir.CommunicationKind, Set[int]] = {}
         self.windows: dict[int, _BesideTransfer] = {}
         """By a transfer's block, if the transfer has work beside it."""
 
@@ -128,8 +129,16 @@ class WorkOrder:
         issued = {each: window.works[0] for each, window in self.windows.items()}
         ready, reader = ready_at(blocks, stmt, issued, self.place), self.reader(number)
         inside = self.order[ready + 1 : self.place[reader]]
-        works = [each for each in inside if hides(blocks.all[each], stmt.kind)]
+        hiding = self.hiding(stmt.kind)
+        works = [each for each in inside if each in hiding]
         return _BesideTransfer(stmt, reader, works)
+
+    def hiding(self, kind: ir.CommunicationKind) -> Set[int]:
+        """The works that a transfer of a kind may stand beside."""
+        if kind not in self.works:
+            every = enumerate(self.blocks.all)
+            self.works[kind] = {n for n, block in every if hides(block, kind)}
+        return self.works[kind]
 
     def reader(self, number: int) -> int:
         """The first block behind a transfer that reads it and cannot wait."""

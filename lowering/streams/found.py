@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from jhost.lowering.ir.derived import derived
-from jhost.lowering.ir.graph import Graph, Node, graph_of
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import SerialMark, StreamChoice
 from jhost.lowering.ir.operation import has_contraction
@@ -35,16 +35,20 @@ SecondsOf: TypeAlias = Callable[[Stmt], float]
 
 
 def found_streams(
-    program: Program, seconds: SecondsOf, uneven: SecondsOf, spares: bool
+    program: Program,
+    graph: Graph,
+    seconds: SecondsOf,
+    uneven: SecondsOf,
+    spares: bool,
 ) -> list[FoundStream]:
     """The streams of one straight-line program; those that could hide most come first.
 
-    No two of them hide the same communication, or cut the same product.  `uneven` says
-    how much longer the last device works than all do on average.  With `spares` the
-    transfers of weights count as well that the program would not need if it moved
-    chunks of rows instead.
+    `graph` has its nodes.  No two streams hide the same communication, or cut the same
+    product.  `uneven` says how much longer the last device works than all do on
+    average.  With `spares` the transfers of weights count as well that the program
+    would not need if it moved chunks of rows instead.
     """
-    found = list(_StreamSearch(program, seconds, uneven, spares).every())
+    found = list(_StreamSearch(program, graph, seconds, uneven, spares).every())
     kept: list[FoundStream] = []
     while found:
         kept.append(best := best_of(found))
@@ -54,11 +58,19 @@ def found_streams(
 
 class _StreamSearch:
     def __init__(
-        self, program: Program, seconds: SecondsOf, uneven: SecondsOf, spares: bool
+        self,
+        program: Program,
+        graph: Graph,
+        seconds: SecondsOf,
+        uneven: SecondsOf,
+        spares: bool,
     ) -> None:
         self.spares, self.uneven = spares, uneven
         self.plans = _plans(program)
-        self.graph = graph_of(program)
+        self.graph = graph
+        # A stream that hides nothing may still even out what is `uneven`.
+        self.is_uneven = any(uneven(node.stmt) for node in graph)
+        self.contracts = [has_contraction(node.stmt) for node in graph]
         self.serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)
         self.seconds = [seconds(node.stmt) for node in self.graph]
@@ -73,7 +85,8 @@ class _StreamSearch:
                 if self.spares
                 else ()
             )
-            dims = *_dims_that_move(node, self.mesh), *stay
+            moves = self.seconds[number] or self.is_uneven
+            dims = *(_dims_that_move(node, self.mesh) if moves else ()), *stay
             for buffer, dim in dims:
                 if (buffer.name, dim) in reached:
                     continue
@@ -119,7 +132,7 @@ class _StreamSearch:
         moved = [
             n for n in hidden if hidden[n] or any(map(evened.get, works.get(n, ())))
         ]
-        work = self.sum([n for n in parts if self.contracts(n)])
+        work = self.sum([n for n in parts if self.contracts[n]])
         # Rows are cut in all products where their weights stay, and elsewhere from a
         # transfer on.
         marked = sorted(every if spared else led_to)
@@ -199,11 +212,10 @@ class _StreamSearch:
         dim = part.reads[0].dim
         return stmt.kind == "AllReduce" and _divides(stmt, dim, self.mesh)
 
-    def contracts(self, number: int) -> bool:
-        return has_contraction(self.graph[number].stmt)
-
     def is_product_in(self, number: int, parts: Parts) -> bool:
         """Whether it is a product with one operand, and the result, cut by a stream."""
+        if not self.contracts[number]:
+            return False
         part = parts[number]
         cut = len(part.reads) == 1 and bool(part.writes)
         return cut and is_product(self.graph[number].stmt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -40,15 +41,37 @@ class Access:
     groups: Fraction
 
 
-# Plans ask for these often, and making a fraction is slow.
+# Plans need few fractions, but often, and making and comparing them is slow.  So most
+# often equal fractions are one object.
 @functools.lru_cache(maxsize=1024)
-def _whole(size: int) -> Fraction:
-    return Fraction(size)
+def _one_object(fraction: Fraction) -> Fraction:
+    return fraction
 
 
-def steps_in(size: int, groups: Fraction) -> Fraction:
-    """The steps in each group; for one group always the same object."""
-    return _whole(size) if groups is ONE else size / groups
+@functools.lru_cache(maxsize=1024)
+def _whole(number: int) -> Fraction:
+    return divided(number, ONE)
+
+
+@functools.lru_cache(maxsize=1024)
+def times(fraction: Fraction, by: Fraction) -> Fraction:
+    """A product of fractions."""
+    return _one_object(fraction * by)
+
+
+@functools.lru_cache(maxsize=1024)
+def divided(number: Fraction | int, by: Fraction) -> Fraction:
+    """A quotient of fractions."""
+    quotient = number / by
+    return ONE if quotient == 1 else _one_object(quotient)
+
+
+@functools.lru_cache(maxsize=1024)
+def largest_shared(fraction: Fraction, other: Fraction) -> Fraction:
+    """The largest fraction that both are multiples of."""
+    denominator = math.lcm(fraction.denominator, other.denominator)
+    shared = math.gcd(int(fraction * denominator), int(other * denominator))
+    return _one_object(Fraction(shared, denominator))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +98,8 @@ class Participation:
     @property
     def steps(self) -> Fraction:
         """The steps in each group: what a loop can cut into chunks."""
-        return steps_in(self.size, self.groups)
+        whole = self.groups is ONE  # most often
+        return _whole(self.size) if whole else divided(self.size, self.groups)
 
     @property
     def ratio(self) -> Fraction:
@@ -88,18 +112,18 @@ class Participation:
             next(iter(self.writes.values())),
         )
         same = written.groups is read.groups or written.groups == read.groups
-        return ONE if same else written.groups / read.groups
+        return ONE if same else divided(written.groups, read.groups)
 
     def scaled(self, by: Fraction) -> Participation:
         """This part with `by` times as many groups."""
         if by is ONE or by == ONE:
             return self
 
-        groups = self.groups * by
+        groups = times(self.groups, by)
 
         def scaled(access: Access) -> Access:
             same = access.groups is self.groups  # most often, and then it stays so
-            return Access(access.dim, groups if same else access.groups * by)
+            return Access(access.dim, groups if same else times(access.groups, by))
 
         def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
             return {number: scaled(access) for number, access in accesses.items()}
@@ -238,6 +262,6 @@ def _communicate_part(
     size = stmt.source.shape[access.dim]
     if ratio is ONE:
         return Participation(stream, size, access.groups, {0: access}, {0: access})
-    groups = access.groups / ratio if writes else access.groups
-    read, written = Access(access.dim, groups), Access(access.dim, groups * ratio)
+    groups = divided(access.groups, ratio) if writes else access.groups
+    read, written = Access(access.dim, groups), Access(access.dim, times(groups, ratio))
     return Participation(stream, size, groups, {0: read}, {0: written})

@@ -17,8 +17,11 @@ from jhost.lowering.streams.participation import (
     ONE,
     Access,
     Participation,
+    divided,
+    largest_shared,
     participation_of,
     rule_of,
+    times,
     undivided,
 )
 from jhost.lowering.streams.stream_plan import (
@@ -185,7 +188,7 @@ class Propagation:
         # groups are brought to the scale of this one.
         scale = ONE
         if access.groups is not by.groups and access.groups != by.groups:
-            scale = access.groups / by.groups
+            scale = divided(access.groups, by.groups)
         if stream == other:
             return scale is ONE
         kept, taken = sorted((stream, other))
@@ -222,10 +225,10 @@ class Propagation:
         self.participations |= scaled
         for name, (owner, access) in self.values.items():
             if self.root(owner) == stream:
-                access = Access(access.dim, access.groups * scale)
+                access = Access(access.dim, times(access.groups, scale))
                 self.values[name] = owner, access
         if stream in self.steps:
-            self.steps[stream] /= scale
+            self.steps[stream] = divided(self.steps[stream], scale)
         return True
 
     # --- The finished plan ---------------------------------------------------- #
@@ -302,9 +305,5 @@ def _common_denominator(parts: Iterable[Participation]) -> Fraction:
 
 def _gcd(share: Fraction, other: Fraction) -> Fraction:
     """The largest fraction that both are multiples of."""
-    if share is other or share == other:  # the most frequent case
-        return share
-    denominator = math.lcm(share.denominator, other.denominator)
-    return Fraction(
-        math.gcd(int(share * denominator), int(other * denominator)), denominator
-    )
+    # The most frequent case first.
+    return share if share is other else largest_shared(share, other)

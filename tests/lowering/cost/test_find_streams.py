@@ -431,6 +431,18 @@ def test_a_clear_gain_needs_no_order_for_the_program_without() -> None:
     assert predicted.call_count == 1  # of the program with loops
 
 
+def test_layers_written_out_need_no_order_for_the_program_without() -> None:
+    """What their transfers wait for says enough of how long the layers take."""
+    program = built(written(unmarked, backward=False), *written_types(), tp=2)
+    predicted = mock.patch.object(
+        WholePrograms, "predicted", autospec=True, side_effect=WholePrograms.predicted
+    )
+    with predicted as each:
+        found = every(h200()).finding.apply(program)
+    assert any(map(stream_choices, programs(found)))
+    assert each.call_count == 1
+
+
 def _seconds_of(stream: LeftStream) -> list[float]:
     return [seconds for _, seconds in stream.predicted]
 
