@@ -123,7 +123,7 @@ class WindowedLoop(P2PLoop):
                 self.keep_edges(buffer.name)
 
     def at(self, number: Index) -> None:
-        """PlacedNode on the chunk of that number from now on."""
+        """Work on the chunk of that number from now on."""
         self.number = number
         self.step = number // self.pieces
         self.piece = number % self.pieces if self.pieces > 1 else Constant(0)
