@@ -15,6 +15,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute
+from jhost.lowering.loops.all_reduce import ways_back
 from jhost.lowering.loops.pipelining import Pipelining, Ways, off, owners_along
 from jhost.lowering.streams.halos import halos_of, reads_others
 from jhost.lowering.streams.participation import Participation
@@ -164,37 +165,47 @@ def _with_windows_at_hand(
     made: Pipelining, graph: Sequence[Node], extent: int, mesh: Mapping[str, int]
 ) -> Pipelining:
     """A pipeline without the nodes that read what no chunk has at hand."""
-    kept = {
-        number: part
-        for number, part in made.participations.items()
-        if not out_of_reach(graph[number], part, made, extent, mesh)
-    }
+    lost = out_of_reach(made, graph, made.participations, extent, mesh)
+    kept = {n: part for n, part in made.participations.items() if n not in lost}
     return dataclasses.replace(made, participations=kept)
 
 
 def out_of_reach(
-    node: Node,
-    part: Participation,
     made: Pipelining,
+    graph: Sequence[Node],
+    parts: Mapping[int, Participation],
     extent: int,
     mesh: Mapping[str, int],
-) -> str:
-    """Why chunks of a pipeline lack what windows read of others; "" if they do not."""
-    halos = halos_of(node.stmt, part.factor).values()
-    if not halos:
-        return ""
-    if made.pipeline == "collective":
-        # Elements beside a slice of each shard are in other iterations.
-        return reads_others(node.stmt, "and a collective pipeline has none")
-    if made.across:
-        return reads_others(node.stmt, "and they move along several axes")
-    pieces = made.chunks // made.owners(mesh)
+) -> dict[int, str]:
+    """The nodes whose windows chunks of a pipeline do not have at hand, and why."""
+    most = {
+        number: max(halo.most for halo in halos.values())
+        for number, part in parts.items()
+        if (halos := halos_of(graph[number].stmt, part.factor))
+    }
+    lacks = _lacks(made, graph, extent, mesh) if most else ""
     # A step keeps the edges of its chunk for those that work on the chunks beside it.
-    if extent % pieces:
-        return reads_others(node.stmt, "and pieces of a shard differ in size")
-    if max(halo.most for halo in halos) > part.steps / pieces:
-        return reads_others(node.stmt, "not only of those beside it")
-    return ""
+    pieces = made.chunks // made.owners(mesh) if not lacks else 1
+    return {
+        number: reads_others(graph[number].stmt, lacks or "not only of those beside it")
+        for number, reach in most.items()
+        if lacks or reach > parts[number].steps / pieces
+    }
+
+
+def _lacks(
+    made: Pipelining, graph: Sequence[Node], extent: int, mesh: Mapping[str, int]
+) -> str:
+    """Why steps of a pipeline lack elements of the chunks beside theirs, or ""."""
+    # Elements beside a slice of each shard are in other iterations.
+    if made.pipeline == "collective":
+        return "and a collective pipeline has none"
+    if made.across:
+        return "and they move along several axes"
+    if extent % (made.chunks // made.owners(mesh)):
+        return "and pieces of a shard differ in size"
+    # Their loop has the pieces outermost, and a chunk's neighbours in other pieces.
+    return "and sums of it go back in pieces" if ways_back(graph, made, mesh) else ""
 
 
 def _no_multiple(

@@ -214,6 +214,17 @@ def test_a_stream_ends_at_windows_that_no_chunk_has(
     assert count_loops(program) == (1 if why is None else 2)
 
 
+@pytest.mark.parametrize("mix", [causal, twice], ids=["one", "twice"])
+def test_sums_that_go_back_in_pieces_have_no_windows_before_them(mix: Mix) -> None:
+    """Their loop takes a piece through all steps, and neighbours are other pieces."""
+    f = block(mix, pipeline="p2p", chunks=8)
+    program = exact(f, *operands(32), **tp(4, INS, P()))
+    assert all("sums of it go back" in each for each in notes(program, "streams stop"))
+    assert count_loops(program) == 2
+    whole = exact(block(mix, pipeline="p2p"), *operands(32), **tp(4, INS, P()))
+    assert not notes(whole, "streams stop")
+
+
 def test_no_collective_pipeline_has_windows() -> None:
     f = block(causal, pipeline="collective", chunks=2)
     program = exact(f, *operands(32), **tp(4, *SPECS))
@@ -278,6 +289,7 @@ def chains(draw: st.DrawFn) -> tuple[Mix, int]:
     mix=chains(),
     queues=st.integers(1, 3),
     derived=st.booleans(),
+    whole=st.booleans(),
     place=st.sampled_from(["in chunks", "whole", "beside transfers"]),
     pieces=st.sampled_from([None, 1, 2, 3]),
     checkpointed=st.booleans(),
@@ -291,6 +303,7 @@ def test_windows_of_chunks_are_exact(
     mix: tuple[Mix, int],
     queues: int,
     derived: bool,
+    whole: bool,
     place: Any,
     pieces: int | None,
     checkpointed: bool,
@@ -313,7 +326,7 @@ def test_windows_of_chunks_are_exact(
             if derived:
                 exact(gradients(cut), *args, **tp(devices, INS, INS))
             else:
-                exact(cut, *args, **tp(devices, *SPECS))
+                exact(cut, *args, **tp(devices, INS, P() if whole else P("tp")))
         except ChunksError:
             assert chunks is not None
 
