@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from jhost import errors
 from jhost._text import counted
-from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute
-from jhost.lowering.loops.all_reduce import ways_back
 from jhost.lowering.loops.pipelining import Pipelining, Ways, off, owners_along
-from jhost.lowering.streams.halos import halos_of, reads_others
+from jhost.lowering.loops.windows_at_hand import with_windows_at_hand
+from jhost.lowering.streams.halos import reads_others
 from jhost.lowering.streams.participation import Participation
 
 DEFAULT_CHUNKS = 4
@@ -27,7 +27,7 @@ DEFAULT_CHUNKS = 4
 def choose_pipeline(
     mark: StreamChoice,
     extent: int,
-    graph: Sequence[Node],
+    graph: Graph,
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
@@ -60,7 +60,7 @@ def _collective(
     count: int,
     reason: str,
     extent: int,
-    graph: Sequence[Node],
+    graph: Graph,
     parts: Mapping[int, Participation],
 ) -> Pipelining:
     """Chunks of one size, except the last; there may be fewer than `count` of them."""
@@ -77,7 +77,7 @@ def _collective(
         participations=parts,
         fewer="" if mark.reason else fewer,  # nobody asked for what jhost chose
     )
-    kept = _with_windows_at_hand(made, graph, extent, {})
+    kept = with_windows_at_hand(made, graph, extent, {})
     if parts and not kept.participations:
         reasons = (reads_others(graph[n].stmt) for n in parts)
         raise errors.PipelineError(
@@ -119,7 +119,7 @@ def _check_count(mark: StreamChoice, count: int, extent: int, devices: int = 1) 
 def _p2p(
     mark: StreamChoice,
     extent: int,
-    graph: Sequence[Node],
+    graph: Graph,
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
@@ -158,54 +158,7 @@ def _p2p(
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
         fewer="" if mark.reason else fewer,
     )
-    return _with_windows_at_hand(found, graph, extent, mesh)
-
-
-def _with_windows_at_hand(
-    made: Pipelining, graph: Sequence[Node], extent: int, mesh: Mapping[str, int]
-) -> Pipelining:
-    """A pipeline without the nodes that read what no chunk has at hand."""
-    lost = out_of_reach(made, graph, made.participations, extent, mesh)
-    kept = {n: part for n, part in made.participations.items() if n not in lost}
-    return dataclasses.replace(made, participations=kept)
-
-
-def out_of_reach(
-    made: Pipelining,
-    graph: Sequence[Node],
-    parts: Mapping[int, Participation],
-    extent: int,
-    mesh: Mapping[str, int],
-) -> dict[int, str]:
-    """The nodes whose windows chunks of a pipeline do not have at hand, and why."""
-    most = {
-        number: max(halo.most for halo in halos.values())
-        for number, part in parts.items()
-        if (halos := halos_of(graph[number].stmt, part.factor))
-    }
-    lacks = _lacks(made, graph, extent, mesh) if most else ""
-    # A step keeps the edges of its chunk for those that work on the chunks beside it.
-    pieces = made.chunks // made.owners(mesh) if not lacks else 1
-    return {
-        number: reads_others(graph[number].stmt, lacks or "not only of those beside it")
-        for number, reach in most.items()
-        if lacks or reach > parts[number].steps / pieces
-    }
-
-
-def _lacks(
-    made: Pipelining, graph: Sequence[Node], extent: int, mesh: Mapping[str, int]
-) -> str:
-    """Why steps of a pipeline lack elements of the chunks beside theirs, or ""."""
-    # Elements beside a slice of each shard are in other iterations.
-    if made.pipeline == "collective":
-        return "and a collective pipeline has none"
-    if made.across:
-        return "and they move along several axes"
-    if extent % (made.chunks // made.owners(mesh)):
-        return "and pieces of a shard differ in size"
-    # Their loop has the pieces outermost, and a chunk's neighbours in other pieces.
-    return "and sums of it go back in pieces" if ways_back(graph, made, mesh) else ""
+    return with_windows_at_hand(found, graph, extent, mesh)
 
 
 def _no_multiple(

@@ -20,8 +20,9 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark, StreamReport
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Stmt
-from jhost.lowering.loops.legality import choose_pipeline, out_of_reach
+from jhost.lowering.loops.legality import choose_pipeline
 from jhost.lowering.loops.pipelining import Pipelining, off
+from jhost.lowering.loops.windows_at_hand import out_of_reach
 from jhost.lowering.loops.wishes import (
     streams_without_work,
     unmet_notes,
