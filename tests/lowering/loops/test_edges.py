@@ -225,6 +225,26 @@ def test_sums_that_go_back_in_pieces_have_no_windows_before_them(mix: Mix) -> No
     assert not notes(whole, "streams stop")
 
 
+def test_a_sum_goes_back_in_pieces_if_no_chunk_has_what_its_reader_needs() -> None:
+    """Without that reader nothing hides the gather but other pieces."""
+
+    def f(x: Array, *weights: Array) -> Array:
+        *before, kernel = weights
+        rows = tame(jhost.shard(block(causal)(x, *before), P(None, None)))
+        # A row reads six rows before it, and a piece has four.
+        numbers = lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))
+        read = lax.conv_general_dilated(
+            rows[None], kernel, (1,), [(6, 0)], dimension_numbers=numbers
+        )[0]
+        return jhost.stream(read, 0, pipeline="p2p", chunks=8)
+
+    args, specs = (*operands(32), array(7, 4, 8)), (*INS, P(None, None, "tp"))
+    program = exact(f, *args, **tp(4, specs, P(None, "tp")))
+    stops = notes(program, "streams stop")
+    assert len(stops) == 2
+    assert all("sums of it go back in pieces" in stop for stop in stops)
+
+
 def test_no_collective_pipeline_has_windows() -> None:
     f = block(causal, pipeline="collective", chunks=2)
     program = exact(f, *operands(32), **tp(4, *SPECS))
