@@ -144,17 +144,12 @@ class LoopBuilder:
             if id(maker) in members
         ):
             return False
-        return not self.halos or self.goes_around((*group, *joining))
-
-    def goes_around(self, nodes: Group) -> bool:
-        """Whether one loop may have these nodes, as windows need the steps' order."""
-        # Attention may have its sequence in another order, and a sum that goes back in
-        # pieces has the pieces outermost.
-        others = any(
-            id(node) in self.back or ((rule := rule_of(node)) and rule.window)
-            for node in nodes
+        # Attention may have its sequence in another order than windows need.
+        nodes = (*group, *joining)
+        return not (
+            any(id(node) in self.halos for node in nodes)
+            and any(rule.window for rule in filter(None, map(rule_of, nodes)))
         )
-        return not (others and any(id(node) in self.halos for node in nodes))
 
     def makers(self, user: Node) -> Iterator[Node]:
         """The nodes that make what `user` reads or, for a barrier, waits for."""

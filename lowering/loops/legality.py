@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from jhost import errors
 from jhost._text import counted
-from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute
 from jhost.lowering.loops.pipelining import Pipelining, Ways, off, owners_along
-from jhost.lowering.streams.halos import halos_of, reads_others
+from jhost.lowering.loops.windows_at_hand import with_windows_at_hand
+from jhost.lowering.streams.halos import reads_others
 from jhost.lowering.streams.participation import ONE, Participation
 
 DEFAULT_CHUNKS = 4
@@ -26,7 +27,7 @@ DEFAULT_CHUNKS = 4
 def choose_pipeline(
     mark: StreamChoice,
     extent: int,
-    graph: Sequence[Node],
+    graph: Graph,
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
@@ -59,7 +60,7 @@ def _collective(
     count: int,
     reason: str,
     extent: int,
-    graph: Sequence[Node],
+    graph: Graph,
     parts: Mapping[int, Participation],
 ) -> Pipelining:
     """Chunks of one size, except the last; there may be fewer than `count` of them."""
@@ -76,7 +77,7 @@ def _collective(
         participations=parts,
         fewer="" if mark.reason else fewer,  # nobody asked for what jhost chose
     )
-    kept = _with_windows_at_hand(made, graph, extent, {})
+    kept = with_windows_at_hand(made, graph, extent, {})
     if parts and not kept.participations:
         reasons = (reads_others(graph[n].stmt) for n in parts)
         raise errors.PipelineError(
@@ -118,7 +119,7 @@ def _check_count(mark: StreamChoice, count: int, extent: int, devices: int = 1) 
 def _p2p(
     mark: StreamChoice,
     extent: int,
-    graph: Sequence[Node],
+    graph: Graph,
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
@@ -157,44 +158,7 @@ def _p2p(
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
         fewer="" if mark.reason else fewer,
     )
-    return _with_windows_at_hand(found, graph, extent, mesh)
-
-
-def _with_windows_at_hand(
-    made: Pipelining, graph: Sequence[Node], extent: int, mesh: Mapping[str, int]
-) -> Pipelining:
-    """A pipeline without the nodes that read what no chunk has at hand."""
-    kept = {
-        number: part
-        for number, part in made.participations.items()
-        if not out_of_reach(graph[number], part, made, extent, mesh)
-    }
-    return dataclasses.replace(made, participations=kept)
-
-
-def out_of_reach(
-    node: Node,
-    part: Participation,
-    made: Pipelining,
-    extent: int,
-    mesh: Mapping[str, int],
-) -> str:
-    """Why chunks of a pipeline lack what windows read of others; "" if they do not."""
-    halos = halos_of(node.stmt, part.factor).values()
-    if not halos:
-        return ""
-    if made.pipeline == "collective":
-        # Elements beside a slice of each shard are in other iterations.
-        return reads_others(node.stmt, "and a collective pipeline has none")
-    if made.across:
-        return reads_others(node.stmt, "and they move along several axes")
-    pieces = made.chunks // made.owners(mesh)
-    # A step keeps the edges of its chunk for those that work on the chunks beside it.
-    if extent % pieces:
-        return reads_others(node.stmt, "and pieces of a shard differ in size")
-    if max(halo.most for halo in halos) > part.steps / pieces:
-        return reads_others(node.stmt, "not only of those beside it")
-    return ""
+    return with_windows_at_hand(found, graph, extent, mesh)
 
 
 def _no_multiple(

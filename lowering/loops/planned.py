@@ -20,8 +20,9 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark, StreamReport
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Stmt
-from jhost.lowering.loops.legality import choose_pipeline, out_of_reach
+from jhost.lowering.loops.legality import choose_pipeline
 from jhost.lowering.loops.pipelining import Pipelining, off
+from jhost.lowering.loops.windows_at_hand import out_of_reach
 from jhost.lowering.loops.wishes import (
     streams_without_work,
     unmet_notes,
@@ -73,15 +74,20 @@ class PlannedStreams:
 
     def left_windows(self) -> Iterator[Note]:
         """Notes on what reads in windows, and no chunk of a pipeline has these."""
-        for number, part in self.plan.participations.items():
-            node, made = self.graph[number], self.made[part.stream]
-            if made.participations and number not in made.participations:
-                extent = self.plan.extents[part.stream]
-                mesh = dict(self.program.mesh.shape)
-                if reason := out_of_reach(node, part, made, extent, mesh):
-                    yield stop_note(node, reason)
-                elif halos_of(node.stmt, part.factor):
-                    yield stop_note(node, reads_others(node.stmt))
+        mesh = dict(self.program.mesh.shape)
+        for stream, made in self.made.items():
+            if not made.participations:
+                continue
+            parts, extent = (
+                self.plan.participations_of(stream),
+                self.plan.extents[stream],
+            )
+            reasons = out_of_reach(made, self.graph, parts, extent, mesh)
+            for number, part in parts.items():
+                stmt = self.graph[number].stmt
+                if number not in made.participations and halos_of(stmt, part.factor):
+                    reason = reasons.get(number, reads_others(stmt))
+                    yield stop_note(self.graph[number], reason)
 
 
 def planned(program: Program, strict: bool) -> PlannedStreams:

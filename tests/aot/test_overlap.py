@@ -359,7 +359,8 @@ def test_convolution_both_ways(tp: Mesh, case: Case, first: int, times: int) -> 
         mixed = x @ up
         for _ in range(times):
             rows = [shifted(mixed, first + n) for n in range(4)]
-            mixed = sum(tap * each for tap, each in zip(taps, rows, strict=True))
+            each = (tap * row for tap, row in zip(taps, rows, strict=True))
+            mixed = sum(each, jnp.zeros_like(mixed))
         return jhost.stream(mixed * (x @ gate) @ down, 0)
 
     shapes = (TOKENS, MODEL), *[(MODEL, HIDDEN)] * 2, (4, HIDDEN), (HIDDEN, MODEL)

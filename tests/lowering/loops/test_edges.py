@@ -214,6 +214,37 @@ def test_a_stream_ends_at_windows_that_no_chunk_has(
     assert count_loops(program) == (1 if why is None else 2)
 
 
+@pytest.mark.parametrize("mix", [causal, twice], ids=["one", "twice"])
+def test_sums_that_go_back_in_pieces_have_no_windows_before_them(mix: Mix) -> None:
+    """Their loop takes a piece through all steps, and neighbours are other pieces."""
+    f = block(mix, pipeline="p2p", chunks=8)
+    program = exact(f, *operands(32), **tp(4, INS, P()))
+    assert all("sums of it go back" in each for each in notes(program, "streams stop"))
+    assert count_loops(program) == 2
+    whole = exact(block(mix, pipeline="p2p"), *operands(32), **tp(4, INS, P()))
+    assert not notes(whole, "streams stop")
+
+
+def test_a_sum_goes_back_in_pieces_if_no_chunk_has_what_its_reader_needs() -> None:
+    """Without that reader nothing hides the gather but other pieces."""
+
+    def f(x: Array, *weights: Array) -> Array:
+        *before, kernel = weights
+        rows = tame(jhost.shard(block(causal)(x, *before), P(None, None)))
+        # A row reads six rows before it, and a piece has four.
+        numbers = lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))
+        read = lax.conv_general_dilated(
+            rows[None], kernel, (1,), [(6, 0)], dimension_numbers=numbers
+        )[0]
+        return jhost.stream(read, 0, pipeline="p2p", chunks=8)
+
+    args, specs = (*operands(32), array(7, 4, 8)), (*INS, P(None, None, "tp"))
+    program = exact(f, *args, **tp(4, specs, P(None, "tp")))
+    stops = notes(program, "streams stop")
+    assert len(stops) == 2
+    assert all("sums of it go back in pieces" in stop for stop in stops)
+
+
 def test_no_collective_pipeline_has_windows() -> None:
     f = block(causal, pipeline="collective", chunks=2)
     program = exact(f, *operands(32), **tp(4, *SPECS))
@@ -278,6 +309,7 @@ def chains(draw: st.DrawFn) -> tuple[Mix, int]:
     mix=chains(),
     queues=st.integers(1, 3),
     derived=st.booleans(),
+    whole=st.booleans(),
     place=st.sampled_from(["in chunks", "whole", "beside transfers"]),
     pieces=st.sampled_from([None, 1, 2, 3]),
     checkpointed=st.booleans(),
@@ -291,6 +323,7 @@ def test_windows_of_chunks_are_exact(
     mix: tuple[Mix, int],
     queues: int,
     derived: bool,
+    whole: bool,
     place: Any,
     pieces: int | None,
     checkpointed: bool,
@@ -313,7 +346,7 @@ def test_windows_of_chunks_are_exact(
             if derived:
                 exact(gradients(cut), *args, **tp(devices, INS, INS))
             else:
-                exact(cut, *args, **tp(devices, *SPECS))
+                exact(cut, *args, **tp(devices, INS, P() if whole else P("tp")))
         except ChunksError:
             assert chunks is not None
 
