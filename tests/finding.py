@@ -30,7 +30,7 @@ def everywhere() -> Generator[None]:
     with (
         mock.patch.object(call_program, "rates_here", return_value=slow),
         mock.patch.multiple(
-            choose_found, _NOTABLE=1e9, _CLOSE=0.0, _HOPELESS=1e9, least_gain=least
+            choose_found, _NOTABLE=1e9, _CLOSE=0.0, _WON_BACK=1e9, least_gain=least
         ),
         mock.patch.object(stream_bounds.StreamBounds, "streams_of", _every_stream),
         mock.patch.object(FindStreams, "if_faster", _always),

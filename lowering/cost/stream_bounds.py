@@ -164,7 +164,7 @@ class StreamBounds:
         match stmt:
             case Communicate(kind=kind, axes=axes):
                 host = self.rates.link(kind, axes).host
-                return self.seconds_of_transfer(stmt, mesh) - host
+                return seconds_of_transfer(stmt, mesh, self.rates) - host
             case Compute() if has_contraction(stmt):
                 return self.seconds(stmt, mesh) - self.rates.host
             case Compute(ins=ins, outs=outs):
@@ -209,7 +209,7 @@ class StreamBounds:
                 # The last device: under a causal mask no other has as much work.
                 return self.seconds_at(stmt, mesh, [n - 1 for n in mesh.values()])
             case Communicate() if self.may_hide(stmt):
-                return self.seconds_of_transfer(stmt, mesh)
+                return seconds_of_transfer(stmt, mesh, self.rates)
             case _:
                 return 0.0
 
@@ -235,13 +235,14 @@ class StreamBounds:
         every = [self.seconds_at(stmt, mesh, at) for at in itertools.product(*places)]
         return max(every) - sum(every) / len(every)
 
-    def seconds_of_transfer(self, stmt: Communicate, mesh: Mapping[str, int]) -> float:
-        devices, link = (
-            axes_size(stmt.axes, mesh),
-            self.rates.link(stmt.kind, stmt.axes),
-        )
-        received = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
-        return link.seconds(stmt.kind, received, devices)
+
+def seconds_of_transfer(
+    stmt: Communicate, mesh: Mapping[str, int], rates: Rates
+) -> float:
+    """What a communication takes by itself."""
+    devices, link = axes_size(stmt.axes, mesh), rates.link(stmt.kind, stmt.axes)
+    received = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
+    return link.seconds(stmt.kind, received, devices)
 
 
 def in_bodies(stmt: Stmt, seconds: Callable[[Program], float]) -> float:

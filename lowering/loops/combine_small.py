@@ -213,6 +213,8 @@ class _CombiningWalk:
     def close(self, bits: int) -> None:
         """Write the groups of these bits, and the nodes that waited only for them."""
         closing = [each for each in self.open if each.bit & bits]
+        if not closing:
+            return  # all that waits would wait on
         self.open = [each for each in self.open if not each.bit & bits]
         self.closed += closing
         for each in closing if self.writer else ():

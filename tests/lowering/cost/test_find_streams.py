@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import jhost
 from jhost._call import program as call_program
 from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.cost.choose_schedule import ChooseSchedule, WholePrograms
+from jhost.lowering.cost.evaluator import Evaluator
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.sections import Sections
@@ -342,6 +344,55 @@ def written(
 def written_types() -> list[Any]:
     wide = jax.ShapeDtypeStruct((HIDDEN, 4 * FFN), jnp.bfloat16)
     return [*types(2 * ROWS), wide]
+
+
+def convolutions(x: jax.Array, *kernels: jax.Array) -> Any:
+    """The gradients of 3x3 convolutions and norms, as a U-Net has them.
+
+    No two have the same channels, so there is no row of layers.
+    """
+
+    def norm(x: jax.Array) -> jax.Array:
+        groups = x.reshape(*x.shape[:3], 32, -1)
+        groups -= groups.mean((1, 2, 4), keepdims=True)
+        groups *= lax.rsqrt(groups.var((1, 2, 4), keepdims=True) + 1e-5)
+        return jax.nn.silu(groups.reshape(x.shape))
+
+    def loss(kernels: Any) -> jax.Array:
+        y = jhost.shard(x, P("data"))
+        for kernel in kernels:
+            kernel = jhost.shard(kernel, P(None, None, None, "tp"))
+            y = lax.conv_general_dilated(
+                norm(y), kernel, (1, 1), "SAME", dimension_numbers=NHWC
+            )
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    return jax.grad(loss)(kernels)
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def loops_lowered(count: int) -> int:
+    """How many loops are weighed for so many convolutions."""
+    channels = [1280 + 64 * n for n in range(count + 1)]
+    shapes = [(16, 32, 32, 1280), *((3, 3, *io) for io in itertools.pairwise(channels))]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program, seen = built(convolutions, *args, data=2, tp=2), list[StreamChoice]()
+    evaluate = Evaluator.evaluate
+
+    def counted(self: Evaluator, candidate: StreamChoice) -> Any:
+        seen.append(candidate)
+        return evaluate(self, candidate)
+
+    with mock.patch.object(Evaluator, "evaluate", counted):
+        every(h200()).finding.apply(program)
+    return sum(not candidate.unpipelined for candidate in seen)
+
+
+def test_as_many_loops_are_lowered_for_twice_the_layers() -> None:
+    """Each is lowered with the whole program around it."""
+    assert 0 < loops_lowered(6) <= loops_lowered(3)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -62,6 +62,24 @@ def test_the_norm_of_many_values_takes_one_all_reduce() -> None:
     assert check(clipped, grads, P("tp"), P("tp")) == ["AllReduce"]
 
 
+def looked_at(count: int) -> int:
+    """How often a walk asks what a node waits for, with so many sums and readers."""
+
+    def f(*xs: jax.Array) -> list[jax.Array]:
+        return [jnp.cos(jnp.sum(x)) for x in xs]
+
+    args = [whole_numbers(8) for _ in range(count)]
+    walk = combine_small._CombiningWalk  # pyright: ignore[reportPrivateUsage]
+    asked = mock.Mock(side_effect=walk.needed)
+    with mock.patch.object(walk, "needed", lambda *args: asked(*args)):
+        jhost.jit(f, mesh=mesh_of(dict(TP)), in_shardings=P("tp")).lower(*args)
+    return asked.call_count
+
+
+def test_a_walk_over_twice_as_many_sums_takes_twice_as_many_steps() -> None:
+    assert 0 < looked_at(16) <= 2 * looked_at(8)
+
+
 def test_sums_that_wait_for_small_ones_join_nothing_that_these_are_made_of() -> None:
     def f(x: jax.Array) -> jax.Array:
         return jnp.sum(x * jnp.sum(x)) + jnp.sum(x)
