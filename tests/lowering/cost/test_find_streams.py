@@ -94,6 +94,27 @@ def test_a_block_gets_the_loops_that_it_has_with_marks() -> None:
     assert seconds[0] <= 1.02 * seconds[1]
 
 
+def test_a_sum_stands_beside_both_gradients_if_one_is_transposed() -> None:
+    """JAX writes the gradients of weights so."""
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jhost.shard(x @ w, P(None, None))
+
+    def f(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> Any:
+        x, w = jhost.shard(x, P(None, "tp")), jhost.shard(w, P("tp", None))
+        made, pull = jax.vjp(product, x, w)
+        return made, pull(cotangent)
+
+    shapes = ((ROWS, FFN), (FFN, HIDDEN), (ROWS, HIDDEN))
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = built(f, *args, tp=4)
+    found, plain = (
+        predict(run_passes(program, every(h200(), **how).all), h200()).total
+        for how in ({}, {"pipeline": "off"})
+    )
+    assert found < 0.85 * plain
+
+
 def test_what_was_found_is_said_with_its_lines_and_predictions() -> None:
     reports = [
         remark
