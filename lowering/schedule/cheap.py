@@ -74,6 +74,12 @@ def may_go_along(stmt: ir.Stmt) -> bool:
         return isinstance(stmt, ir.Set)
     if stmt.reducer or not all(map(is_cheap, stmt.unit.eqns)):
         return False
-    views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
     numbers = not any(out.shape for out in stmt.outs)  # scalars, such as an index
-    return views or numbers or bytes_in(stmt.outs) <= bytes_in(stmt.ins)
+    return is_view(stmt) or numbers or bytes_in(stmt.outs) <= bytes_in(stmt.ins)
+
+
+def is_view(stmt: ir.Stmt) -> bool:
+    """Whether a statement only sees its operands in other shapes."""
+    return isinstance(stmt, ir.Compute) and all(
+        eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns
+    )

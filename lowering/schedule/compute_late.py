@@ -8,18 +8,15 @@ same rows, and would be kept from there to the loop that reads them.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Container
-from typing import ClassVar, TypeGuard
+from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_in
-from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute, Stmt
-from jhost.lowering.rules.properties import VIEWS
 from jhost.lowering.schedule.recompute.loops import with_copies
 from jhost.lowering.streams.plan import with_plan_of
 
@@ -28,8 +25,7 @@ from jhost.lowering.streams.plan import with_plan_of
 class ComputeLate(EachProgram):
     """Programs with streams -> the same, with cheap statements before their readers.
 
-    Without streams only results that are views of products move, to the end.  A
-    contraction is work that may hide a transfer, so it stays where it is.
+    A contraction is work that may hide a transfer, so it stays where it is.
     """
 
     name: ClassVar[str] = "compute_late"
@@ -39,44 +35,12 @@ class ComputeLate(EachProgram):
 
     def change(self, program: Program) -> Program:
         if not stream_choices(program):
-            return program if program.is_body else _with_views_last(program)
+            return program
         copied, late = with_copies(program)
         places = _places(copied, late)
         order = sorted(range(len(copied.body)), key=lambda n: (places[n], n))
         body = tuple(copied.body[number] for number in order)
         return with_plan_of(program, dataclasses.replace(program, body=body))
-
-
-def _with_views_last(program: Program) -> Program:
-    """`program` with the results that are views of products behind all else.
-
-    XLA makes them where it makes the products.  In front of work they would seem to
-    free the products, so that the work behind them has room for a sum under way.
-    """
-    results = {result.name for result in program.results}
-    views = [s for s in program.body if _is_view(s) and s.outs[0].name in results]
-    if not views:
-        return program
-    read = {b.name for stmt in program.body for b in reads_writes(stmt)[0]}
-    contractions = filter(has_contraction, program.body)
-    products = {b.name for stmt in contractions for b in reads_writes(stmt)[1]}
-    last = {
-        id(stmt)
-        for stmt in views
-        if stmt.outs[0].name not in read and stmt.ins[0].name in products
-    }
-    order = sorted(program.body, key=lambda stmt: id(stmt) in last)
-    if all(map(operator.is_, order, program.body)):
-        return program
-    return dataclasses.replace(program, body=tuple(order))
-
-
-def _is_view(stmt: Stmt) -> TypeGuard[Compute]:
-    """Whether a statement only sees one value in another shape."""
-    if not isinstance(stmt, Compute) or not len(stmt.ins) == len(stmt.outs) == 1:
-        return False
-    views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
-    return views and bytes_in(stmt.ins) <= bytes_in(stmt.outs)
 
 
 def _places(program: Program, late: Container[str]) -> list[int]:

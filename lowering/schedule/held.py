@@ -10,12 +10,13 @@ it wrote.  Params and results do not count: they have memory outside.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.derived import derived
-from jhost.lowering.ir.effects import written
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.effects import reads_writes, written
+from jhost.lowering.ir.layout import bytes_in, bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Stmt, walk
 from jhost.lowering.schedule.blocks import (
@@ -23,6 +24,7 @@ from jhost.lowering.schedule.blocks import (
     StatementBlocks,
     blocks_of,
 )
+from jhost.lowering.schedule.cheap import is_view
 
 
 @derived
@@ -32,7 +34,7 @@ def held(program: Program) -> list[int]:
     Transfers count from where they stand in the program.
     """
     blocks = blocks_of(program)
-    lives = _Lives(blocks.results)
+    lives = _Lives(set(_in_results(blocks)))
     for number, block in enumerate(blocks.all):
         lives.add(number, block, cheap=blocks.fuses(number))
     replaced = set(lives.replaced())
@@ -58,6 +60,19 @@ def _most_inside(stmts: Iterable[Stmt]) -> int:
     """The most that a body of some statement holds at a time."""
     bodies = [b for s in stmts if isinstance(s, CONTROL_FLOW) for b in s.bodies]
     return max(map(_most_held, bodies), default=0) if bodies else 0
+
+
+def _in_results(blocks: StatementBlocks) -> Iterator[str]:
+    """The results, and what only a result is a view of: XLA makes it there."""
+    yield from blocks.results
+    readers = Counter(name for block in blocks.all for name in block.reads)
+    for block in blocks.all:
+        (stmt, *more), stays = block.stmts, block.writes <= blocks.results
+        if stays and not more and is_view(stmt):
+            read, made = reads_writes(stmt)
+            # A broadcast copies what it reads.
+            if bytes_in(read) == bytes_in(made):
+                yield from (b.name for b in read if readers[b.name] == 1)
 
 
 class _Lives:
