@@ -39,7 +39,7 @@ Logits in chunks gained 0.7 % of a step of Llama 8B, and took 2.6 GB more.
 Number: TypeAlias = tuple[int, ...]
 """The `numbers` of a found mark, which no other mark has."""
 
-Place: TypeAlias = tuple[int, range | None]
+WeighedIn: TypeAlias = tuple[int, range | None]
 """Where streams are weighed: a program or body, and one of its layers or all of it."""
 
 
@@ -64,7 +64,7 @@ class FoundStreamsChoice:
         self.predictions: Predictions = []
         self.chosen: dict[Number, StreamChoice] = {}
         self.left: list[LeftStream] = []
-        self.lost: set[Place] = set()
+        self.lost: set[WeighedIn] = set()
         """Where a loop took longer than none."""
 
     def choose(self, stream: FoundStream) -> None:
@@ -144,7 +144,7 @@ class FoundStreamsChoice:
             if isinstance(stmt, Communicate)
         )
 
-    def place(self, stream: FoundStream) -> Place:
+    def place(self, stream: FoundStream) -> WeighedIn:
         """Where a stream is weighed."""
         numbers = numbers_of(all_marks(self.looped.program), stream.marks[0])
         return self.looped.holder(numbers), self.looped.layer(numbers)

@@ -151,8 +151,11 @@ def twice(x: Array, taps: Array) -> Array:
 
 
 def differences(x: Array, taps: Array) -> Array:
-    """A window of windows of it: what is shorter is padded again."""
-    return jnp.pad(x[2:] - x[:-2], ((1, 1), (0, 0))) * taps[0]
+    """A window of windows of it: what is shorter is padded again.
+
+    One row less is still sharded as all rows are, with one of padding.
+    """
+    return jnp.pad(x[1:] - x[:-1], ((1, 0), (0, 0))) * taps[0]
 
 
 @every_size
