@@ -47,7 +47,6 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, TRANSFERS, on_own, on_stream
-from jhost.lowering.schedule.behind_waits import behind_waits
 from jhost.lowering.schedule.blocks import (
     StatementBlock,
     blocks_of,
@@ -90,7 +89,6 @@ def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
         return program
     walk = _Walk(program, ways)
     body = in_one_run(walk.statements(), walk.works, walk.blocks.results)
-    body = behind_waits(body, {param.name for param in program.params})
     body = walk.blocks.barriers.together(body)
     return dataclasses.replace(program, body=tuple(body))
 
