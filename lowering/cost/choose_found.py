@@ -97,7 +97,7 @@ class FoundStreamsChoice:
         if best < enough:
             self.chosen = self.said(stream, kept, outcomes)
         else:
-            self.lost.add(self.place(stream))
+            self.lost.add(self.weighed_in(stream))
             self.leave(stream, before, outcomes)
 
     def without(self, stream: FoundStream, plain: Outcome) -> Outcome:
@@ -120,7 +120,7 @@ class FoundStreamsChoice:
         layers is one section, and has many streams: each pays for what all others move.
         So where one has lost, the others are not lowered one by one to find that out.
         """
-        if self.place(stream) not in self.lost:
+        if self.weighed_in(stream) not in self.lost:
             return True
         without = self.outcome(self.looped, stream, None)
         if without is None:
@@ -144,7 +144,7 @@ class FoundStreamsChoice:
             if isinstance(stmt, Communicate)
         )
 
-    def place(self, stream: FoundStream) -> WeighedIn:
+    def weighed_in(self, stream: FoundStream) -> WeighedIn:
         """Where a stream is weighed."""
         numbers = numbers_of(all_marks(self.looped.program), stream.marks[0])
         return self.looped.holder(numbers), self.looped.layer(numbers)
