@@ -36,7 +36,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Buffer, Communicate, PipelineKind
-from jhost.lowering.ir.transfers import larger_side
+from jhost.lowering.ir.transfers import SHORT_TRANSFER, larger_side
 from jhost.lowering.schedule.intervals import GATHERING, IsOpen
 from jhost.lowering.schedule.moved_work import MovedWork, with_work_moved
 from jhost.lowering.schedule.order import beside_work, in_order
@@ -50,10 +50,6 @@ _GAIN = 0.995
 
 _GAIN_OF_WORK = 0.999
 """The same where work moves, which costs nothing but memory for a while."""
-
-_LEAST = 1 << 20
-"""Transfers of fewer bytes than this take no longer than their latency."""
-
 
 _TURNS: Sequence[tuple[TransferForm, bool]] = [
     ("collective", True),
@@ -122,7 +118,7 @@ class ChooseForms(EachProgram):
         return dataclasses.replace(self, moves_work=False, decided={})
 
     def change(self, program: Program) -> Program:
-        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        can_hide = self.can_hide_on(program.mesh.shape)
         other, moved = self.with_work_moved(program)
         if not moved:
             return self.with_forms(program, can_hide)
@@ -137,9 +133,13 @@ class ChooseForms(EachProgram):
 
     def with_work_moved(self, program: Program) -> tuple[Program, list[MovedWork]]:
         """The program with work moved beside its transfers, if work may move."""
-        mesh = dict(program.mesh.shape)
-        can_hide = functools.partial(self.can_hide, mesh=mesh)
-        return with_work_moved(program, can_hide) if self.moves_work else (program, [])
+        if not self.moves_work:
+            return program, []
+        return with_work_moved(program, self.can_hide_on(program.mesh.shape))
+
+    def can_hide_on(self, mesh: Mapping[str, int]) -> IsOpen:
+        """Whether a transfer may stand beside work, on that mesh."""
+        return functools.partial(self.can_hide, mesh=dict(mesh))
 
     def orders_of_work(self, program: Program) -> Iterator[Program]:
         """The program, and the same with its own work moved, if any moves."""
@@ -198,7 +198,7 @@ class ChooseForms(EachProgram):
 
     def is_open(self, stmt: Communicate) -> bool:
         """Whether a transfer by itself qualifies: large enough, and hidden if moved."""
-        if bytes_of(stmt.source) < _LEAST:
+        if bytes_of(stmt.source) < SHORT_TRANSFER:
             return False
         if self.pipeline != "auto":
             return self.pipeline == "p2p"

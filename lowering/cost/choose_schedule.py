@@ -76,7 +76,7 @@ class ChooseSchedule:
         least = min(soonest(each, kind) for each in every for kind in kinds)
         least = _LEAST * least - self.cycles.most_saved(program)
         if not any(held_bodies(program)):
-            return least  # without bodies XLA makes no transfer sooner than that
+            return least  # the times of XLA's own order are not below it either
         return min(least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:

@@ -1,4 +1,4 @@
-"""A bound of a program's time that holds wherever its transfers are put."""
+"""A lower bound of a program's time, wherever its transfers stand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jhost.lowering.ir.program import Program
 
 
 def soonest(program: Program, rates: Rates) -> float:
-    """The seconds that a program takes if no transfer of its own waits for its turn.
+    """The seconds of a program whose transfers start as soon as they can.
 
     Its work keeps its order, and bodies take what they take.
     """

@@ -14,6 +14,7 @@ from jhost.lowering.cost.rows_of_layers import rows_apart
 from jhost.lowering.cost.work_beside import WorkBeside
 from jhost.lowering.ir.bodies import ITERATIONS, programs
 from jhost.lowering.ir.border import scan_border
+from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.graph import Graph, graph_of
 from jhost.lowering.ir.index import Index, Rank
 from jhost.lowering.ir.layout import axes_size, bytes_in, bytes_of
@@ -21,19 +22,12 @@ from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
-from jhost.lowering.ir.transfers import larger_side, received_bytes
+from jhost.lowering.ir.transfers import SHORT_TRANSFER, larger_side, received_bytes
 from jhost.lowering.streams.found import found_streams
 from jhost.lowering.streams.found_stream import FoundStream
 
 CanHide: TypeAlias = Callable[[Communicate, Mapping[str, int]], bool]
 """Whether a transfer may stand beside work on a mesh, outside of loops over chunks."""
-
-
-_LEAST = 1 << 20
-"""Transfers of fewer bytes than this take no longer than their latency.
-
-A permute for each other device has more of it.
-"""
 
 
 def least_gain(stream: FoundStream, rates: Rates) -> float:
@@ -68,8 +62,6 @@ class StreamBounds:
 
     def __init__(self, rates: Rates, can_hide: CanHide) -> None:
         self.rates, self.can_hide = rates, can_hide
-        self.known: list[tuple[Program, _Times | None]] = []
-        """The times of programs that were searched."""
 
     def streams(
         self, program: Program, *, spares: bool = False
@@ -87,7 +79,7 @@ class StreamBounds:
         self, program: Program, carried: Mapping[str, str] | None, spares: bool
     ) -> list[FoundStream]:
         """The streams of one program, or of a body that hands on values to itself."""
-        times = self.times(program, carried)
+        times = _times(program, self, carried)
         if times is None:
             return []
         every = found_streams(
@@ -106,16 +98,6 @@ class StreamBounds:
         self, program: Program, carried: Mapping[str, str] | None
     ) -> _Times | None:
         """The times of a program; None if it has nothing that a stream could hide."""
-        for known, times in self.known:
-            if known is program:
-                return times
-        times = self.found_times(program, carried)
-        self.known.append((program, times))
-        return times
-
-    def found_times(
-        self, program: Program, carried: Mapping[str, str] | None
-    ) -> _Times | None:
         if not any(map(self.may_hide, program.body)):
             return None
         graph, mesh = graph_of(program), dict(program.mesh.shape)
@@ -133,7 +115,7 @@ class StreamBounds:
         """What each transfer takes that no work outside of loops can hide.
 
         All of them share the work that may stand beside them.  Small ones take nothing:
-        no loop hides latencies.
+        no loop hides latencies, and its permutes have more of them.
         """
         moves = {
             number: self.seconds(node.stmt, mesh)
@@ -148,7 +130,7 @@ class StreamBounds:
             for number, seconds in moves.items()
             if seconds
             and isinstance(stmt := graph[number].stmt, Communicate)
-            and larger_side(stmt) >= _LEAST
+            and larger_side(stmt) >= SHORT_TRANSFER
         }
 
     def spare_host(self, program: Program) -> float:
@@ -234,6 +216,14 @@ class StreamBounds:
         places = (range(n) if axis in axes else (0,) for axis, n in mesh.items())
         every = [self.seconds_at(stmt, mesh, at) for at in itertools.product(*places)]
         return max(every) - sum(every) / len(every)
+
+
+@derived_with
+def _times(
+    program: Program, bounds: StreamBounds, carried: Mapping[str, str] | None
+) -> _Times | None:
+    """The times by these bounds, which search a program twice."""
+    return bounds.times(program, carried)
 
 
 def seconds_of_transfer(

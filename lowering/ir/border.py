@@ -142,7 +142,7 @@ def scan_outs(scan: Scan, row: Sequence[_T]) -> tuple[tuple[_T, ...], tuple[_T, 
 
 
 def stacked(part: Buffer, length: int) -> Buffer:
-    """A buffer with a value of that type for each iteration of a scan."""
+    """A buffer with a value of that type for each iteration of a scan, or of a loop."""
     # No axis shards the iterations: a device would not have the slice of each.
     dims = Dim(), *part.dims
     return dataclasses.replace(part, shape=(length, *part.shape), dims=dims)

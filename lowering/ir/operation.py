@@ -274,6 +274,16 @@ def operand_maps(stmt: Compute) -> tuple[Dims, ...]:
     return tuple(by_var[id(var)] for var in stmt.unit.invars)
 
 
+def followed_dims(stmt: Compute) -> Iterator[tuple[Buffer, int, FactorDim]]:
+    """The dims of operands and results that follow factors of the one equation."""
+    (unit_eqn,) = stmt.unit.eqns
+    maps = (*operand_maps(stmt), *unit_eqn.rule.results)
+    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
+        for number, mapped in enumerate(dims):
+            if mapped is not None:
+                yield buffer, number, mapped
+
+
 def _cut_by_loops(rule: DimRule, dims: Dims) -> frozenset[int]:
     followed = ((n, dim.factor) for n, dim in enumerate(dims) if dim is not None)
     return frozenset(n for n, factor in followed if factor in rule.unsharded)

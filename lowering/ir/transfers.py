@@ -17,6 +17,9 @@ from jhost.lowering.ir.statements import Communicate, CommunicationKind
 ScheduledKind: TypeAlias = CommunicationKind | Literal["Broadcast"]
 """What XLA may run: jhost makes no broadcast, a user's `shard_map` may."""
 
+SHORT_TRANSFER = 1 << 20
+"""Transfers of fewer bytes than this take no longer than their latency."""
+
 
 def larger_side(stmt: Communicate) -> int:
     """The bytes of a gather's result, or of a sum's terms, on a device."""

@@ -20,7 +20,7 @@ from jhost.lowering.ir.axis_parts import given_axes, is_part, with_parts
 from jhost.lowering.ir.bodies import all_marks, held_statements, rebuilt
 from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.marks import Mark, ShardMark, StreamRequest
-from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.operation import followed_dims
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
@@ -32,7 +32,7 @@ _PartSizes: TypeAlias = Mapping[str, Sequence[int]]
 """For each axis that is split, the sizes of its parts."""
 
 _GAIN = 2
-"""Axes are split if whole axes move at least so many times the bytes."""
+"""Whole axes have to move at least so many times the bytes that their parts move."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,13 +139,9 @@ def _axes_without_room(program: Program) -> set[str]:
 def _merged(program: Program) -> Iterator[tuple[DimOfValue, int]]:
     """The merged dims in a program and its bodies, with their outermost steps."""
     for each, stmt, rule in _computed(program):
-        if not rule.inner:
-            continue
-        maps = (*operand_maps(stmt), *rule.results)
-        for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
-            for dim, mapped in enumerate(dims):
-                if mapped is not None and mapped.inside is not None:
-                    yield (id(each), buffer.name, dim), rule.sizes[mapped.factor]
+        for buffer, dim, mapped in followed_dims(stmt) if rule.inner else ():
+            if mapped.inside is not None:
+                yield (id(each), buffer.name, dim), rule.sizes[mapped.factor]
 
 
 def _divisors(size: int, steps: set[int], mesh: Mapping[str, int]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import stacked
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.names import FreshNames
@@ -124,14 +125,8 @@ class Edges:
         """The buffer of the ends of all chunks, or of the starts."""
         key = buffer.name, behind
         if key not in self.buffers:
-            shape = list(buffer.shape)
-            shape[dim] = self.widest[key]
-            self.buffers[key] = dataclasses.replace(
-                buffer,
-                name=self.names.fresh(f"{buffer.name}_edges"),
-                shape=(self.chunks, *shape),
-                dims=(ir.Dim(), *buffer.dims),
-            )
+            edge = self.like(buffer, "edges", dim, self.widest[key])
+            self.buffers[key] = stacked(edge, self.chunks)
             self.allocate(self.buffers[key])
         return self.buffers[key]
 
@@ -155,7 +150,7 @@ class Edges:
         return Constant(self.chunks - 1) if first else number - 1
 
     def like(self, chunk: ir.Buffer, called: str, dim: int, size: int) -> ir.Buffer:
-        """A buffer like a chunk, with so many elements."""
+        """A buffer like a chunk, or like a value, with so many elements along a dim."""
         name = self.names.fresh(f"{chunk.name}_{called}")
         shape = list(chunk.shape)
         shape[dim] = size

@@ -38,13 +38,16 @@ def out_of_reach(
         for number, part in parts.items()
         if (halos := halos_of(graph[number].stmt, part.factor))
     }
-    lacks = _lacks(made, graph, extent, mesh) if most else ""
+    if not most:
+        return {}
+    if lacks := _lacks(made, graph, extent, mesh):
+        return {number: reads_others(graph[number].stmt, lacks) for number in most}
     # A step keeps the edges of its chunk for those that work on the chunks beside it.
-    pieces = made.chunks // made.owners(mesh) if not lacks else 1
+    pieces = made.chunks // made.owners(mesh)
     return {
-        number: reads_others(graph[number].stmt, lacks or "not only of those beside it")
+        number: reads_others(graph[number].stmt, "not only of those beside it")
         for number, reach in most.items()
-        if lacks or reach > parts[number].steps / pieces
+        if reach > parts[number].steps / pieces
     }
 
 

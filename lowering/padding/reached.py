@@ -16,7 +16,7 @@ from jhost.lowering.ir.border import (
 )
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import ShardMark
-from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.operation import followed_dims
 from jhost.lowering.ir.program import Program
 
 DimOfValue: TypeAlias = tuple[int, str, int]
@@ -25,12 +25,12 @@ DimOfValue: TypeAlias = tuple[int, str, int]
 _MarkAxes: TypeAlias = tuple[str, ...]
 
 ReachedAxes: TypeAlias = Mapping[DimOfValue, set[_MarkAxes]]
-"""By dim, the axes that may come to lie on it, each as a mark has them."""
+"""For each dim, the axes that may shard it.  A mark of one dim names them together."""
 
 
 @derived
 def reached_axes(program: Program) -> ReachedAxes:
-    """The axes that users put on some dim and that follow factors to others."""
+    """The axes that may shard each dim: the user's own, and those along factors."""
     beside: dict[DimOfValue, set[DimOfValue]] = {}
     reached: dict[DimOfValue, set[_MarkAxes]] = {}
     queue: deque[tuple[DimOfValue, _MarkAxes]] = deque()
@@ -67,14 +67,10 @@ def _alike(program: Program) -> Iterator[list[DimOfValue]]:
 
 
 def _by_factor(program: Program, stmt: ir.Compute) -> Iterator[list[DimOfValue]]:
-    (unit_eqn,) = stmt.unit.eqns
     found: dict[int, list[DimOfValue]] = {}
-    maps = (*operand_maps(stmt), *unit_eqn.rule.results)
-    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
-        for dim, mapped in enumerate(dims):
-            if mapped is not None:
-                key = id(program), buffer.name, dim
-                found.setdefault(mapped.factor, []).append(key)
+    for buffer, dim, mapped in followed_dims(stmt):
+        key = id(program), buffer.name, dim
+        found.setdefault(mapped.factor, []).append(key)
     yield from found.values()
 
 

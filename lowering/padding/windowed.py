@@ -13,7 +13,7 @@ from jhost._jax import NO_LINE, source_line
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.operation import followed_dims
 from jhost.lowering.ir.program import Program
 from jhost.lowering.padding.flat import with_paths
 from jhost.lowering.padding.reached import DimOfValue, reached_axes
@@ -77,9 +77,6 @@ def _windowed(
         return
     line = source_line(unit_eqn.eqn)
     where = "" if line == NO_LINE else line
-    maps = (*operand_maps(stmt), *rule.results)
-    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
-        for dim, mapped in enumerate(dims):
-            if mapped is not None and mapped.factor in rule.windowed:
-                key = id(program), buffer.name, dim
-                yield key, buffer.shape[dim], where
+    for buffer, dim, mapped in followed_dims(stmt):
+        if mapped.factor in rule.windowed:
+            yield (id(program), buffer.name, dim), buffer.shape[dim], where

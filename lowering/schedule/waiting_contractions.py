@@ -47,7 +47,7 @@ class WaitingContractions:
         self.unmade = written_by(graph)
         self.params = read_by(graph) - self.unmade
         self.for_late: dict[str, Group] = {}
-        """By value, the cheap group that makes it for late groups alone."""
+        """For each value that only late groups read, the cheap group that makes it."""
         # How many that wait write a value; counted, as programs have hundreds of each.
         self.late = Counter[str]()
         self.count_late(self.waiting, 1)

@@ -23,7 +23,7 @@ class ChunkHalo:
 
     @property
     def sides(self) -> tuple[tuple[int, bool], tuple[int, bool]]:
-        """How many elements it reads on each side, and whether that is behind it."""
+        """The elements that it reads before it (False) and behind it (True)."""
         return (self.before, False), (self.after, True)
 
     @property
