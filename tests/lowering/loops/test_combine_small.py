@@ -258,7 +258,7 @@ def test_between_processes_large_ones_are_put_in_order_beside_them() -> None:
     specs = P(None, "dp"), P(None, "dp"), P(None, None, "dp"), P(None, None, "dp")
     with (
         apart.in_processes(),
-        mock.patch.object(choose_forms, "_LEAST", 129),
+        mock.patch.object(choose_forms, "SHORT_TRANSFER", 129),
         mock.patch.object(combine_small, "SMALL", 128),
     ):
         f = jhost.jit(
