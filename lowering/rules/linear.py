@@ -4,11 +4,12 @@ A partial sum may then stay partial through the equation, and the result is redu
 instead.  Equations that only arrange elements distribute over every reducer, and
 reductions over their own kind.
 
-Integers stay exact: they wrap round alike either way.  A product of floats distributes
-only if its other factor is a number that the program itself has, is not 0, and makes no
-term larger.  By a factor that is infinite or makes terms overflow, terms of both signs
-add up to NaN where their sum's product is infinite.  Signs of zero: a sum that cancels
-and is then negated gives 0.0 instead of -0.0; terms that are all zeros keep their sign.
+Integers stay exact: they wrap round alike either way.  Floats are multiplied only by
+positive numbers that the program itself has and that make no term larger.  Otherwise
+terms of both signs could become infinite and add up to NaN, where the product of their
+sum is infinite.  None is negated: a sum that cancels is 0.0, whose negative is -0.0,
+but negated terms add up to 0.0.  One zero has another sign: -0.0 minus a sum that
+cancels becomes 0.0.
 
 If devices look elements up and add them, each element has one *lone* term: the others
 are -0.0, or 0 as an integer.  Any cast of the term is the cast of the sum, bit for bit.
@@ -114,21 +115,26 @@ def _product(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     return tuple(
         frozenset({n})
         for n, other in enumerate(others)
-        if exact or 0 < _magnitude(other) <= 1
+        if exact or 0 < _number(other) <= 1
     )
 
 
 def _quotient(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     """The dividend of floats, if the quotient is no larger: integers are rounded."""
     inexact = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
-    known = 1 <= _magnitude(eqn.invars[1]) < math.inf
+    known = 1 <= _number(eqn.invars[1]) < math.inf
     return (frozenset({0}),) if inexact and known else ()
 
 
-def _magnitude(atom: Atom) -> float:
-    """The magnitude of a literal; NaN, which fails all comparisons, of other atoms."""
-    known = isinstance(atom, Literal) and np.ndim(atom.val) == 0
-    return float(abs(atom.val)) if known else math.nan
+def _number(atom: Atom) -> float:
+    """A real literal's value; NaN, which fails all comparisons, of other atoms."""
+    known = isinstance(atom, Literal) and np.isrealobj(atom.val)
+    return float(atom.val) if known and not np.ndim(atom.val) else math.nan
+
+
+def _negation(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
+    exact = not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
+    return (frozenset({0}),) if exact else ()
 
 
 def _conversion(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
@@ -173,7 +179,6 @@ def _updates(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "add": _together,
     "add_any": _together,
-    "conj": _in_operand,
     "conv_general_dilated": _product,
     "convert_element_type": _conversion,
     "cumsum": _in_operand,
@@ -181,7 +186,7 @@ _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "dot_general": _product,
     "imag": _in_operand,
     "mul": _product,
-    "neg": _in_operand,
+    "neg": _negation,
     "pad": _padding,
     "real": _in_operand,
     "scatter-add": _updates,

@@ -227,6 +227,7 @@ def test_what_a_pipeline_hides_is_not_put_off_to_where_it_cannot() -> None:
 
 FACTORS = [jnp.inf, -jnp.inf, jnp.nan, 0.0, 2.0**126, -4.0, 0.5]
 SCALED: dict[str, Function] = {
+    "neg": lambda y, k: -y * k,
     "mul": lambda y, k: y * k,
     "rmul": lambda y, k: k * y,
     "div": lambda y, k: y / k,
@@ -243,12 +244,15 @@ SCALED: dict[str, Function] = {
 def test_products_with_infinite_and_large_factors_are_of_the_sum(
     name: str, known: bool
 ) -> None:
-    """Terms of both signs would be infinities that add up to no number."""
+    """Terms of both signs would be infinities that add up to NaN; a row cancels."""
     x, w = operands()[:2]
+    x = np.concatenate([np.tile(x[:1, :32], 2), x[1:]])
+    w = np.concatenate([w[:32], -w[:32]])
 
-    def f(x: jax.Array, w: jax.Array, factors: jax.Array) -> list[jax.Array]:
+    def f(x: jax.Array, w: jax.Array, factors: jax.Array) -> list[list[jax.Array]]:
         numbers = map(jnp.float32, FACTORS) if known else factors
-        return [SCALED[name](x @ w, number)[:2] for number in numbers]
+        parts = [SCALED[name](x @ w, number)[:2] for number in numbers]
+        return [[y, (y == 0) & jnp.signbit(y)] for y in parts]
 
     exact(f, x, w, jnp.float32(FACTORS), **tp(4, (K, ROWS, P()), P()))
 
@@ -278,11 +282,14 @@ EQUATIONS: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "div by a half": (lambda x: x / np.float32(0.5), (INTEGERS * 1.0,)),
     "div by inf": (lambda x: x / np.float32(np.inf), (INTEGERS * 1.0,)),
     "mul of floats": (lax.mul, (INTEGERS * 1.0, OTHER * 1.0)),
-    "half of floats": (lambda x: x * np.float32(-0.5), (INTEGERS * 1.0,)),
+    "half of floats": (lambda x: x * np.float32(0.5), (INTEGERS * 1.0,)),
+    "minus half of floats": (lambda x: x * np.float32(-0.5), (INTEGERS * 1.0,)),
     "twice floats": (lambda x: x * np.float32(2), (INTEGERS * 1.0,)),
     "no floats": (lambda x: x * np.float32(0), (INTEGERS * 1.0,)),
     "dot of floats": (lambda x, y: lax.dot(x, y.T), (INTEGERS * 1.0, OTHER * 1.0)),
     "neg": (lax.neg, (INTEGERS,)),
+    "neg of floats": (lax.neg, (INTEGERS * 1.0,)),
+    "conj": (lax.conj, (INTEGERS * 1.0j,)),
     "abs": (lax.abs, (INTEGERS,)),
     "dot_general": (lambda x, y: lax.dot(x, y.T), (INTEGERS, OTHER)),
     "reduce_sum": (lambda x: jnp.sum(x, axis=0), (INTEGERS,)),
@@ -312,13 +319,16 @@ EQUATIONS: dict[str, tuple[Function, tuple[Any, ...]]] = {
 NOT_LINEAR = {
     "abs",
     "clamp",
+    "conj",
     "div",
     "div by a half",
     "div by inf",
     "div of floats",
     "dot of floats",
     "from int8",
+    "minus half of floats",
     "mul of floats",
+    "neg of floats",
     "no floats",
     "pad with ones",
     "reduce_max",
