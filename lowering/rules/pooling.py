@@ -159,24 +159,26 @@ def _handed_back(
     """How the cotangents, the operand and the result of one dim follow a factor."""
     names = "window_dimensions", "window_strides", "padding"
     extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
-    # Otherwise some elements belong to no step, or to a part of one.
-    if size != stride * count or not size:
+    # Otherwise some elements belong to a part of a step.
+    if size % stride or not size or not count:
         return None, None, None
+    stretches = size // stride
     # Windows `i + first` to `i + last` reach into the stretch of step i.
     first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
-    factor = factors.new(count)
+    factor = factors.new(stretches)
+    # There may be more windows than stretches, or fewer: a missing one hands 0 back.
     reached = WindowReads(
-        size=count, first=first, extent=last - first + 1, steps=(0, count)
+        size=count, first=first, extent=last - first + 1, steps=(0, stretches)
     )
     read = WindowReads(
         size=size,
         first=first * stride - low,
         stride=stride,
         extent=(last - first) * stride + extent,
-        steps=(0, count),
+        steps=(0, stretches),
     )
     # Windows do not overlap: each step reads its own elements.
-    if read.first == 0 and read.extent <= stride:
+    if count == stretches and read.first == 0 and read.extent <= stride:
         return FactorDim(factor), FactorDim(factor, stride), FactorDim(factor, stride)
     values, windows = (FactorDim(factor, reads=each) for each in (reached, read))
     return values, windows, FactorDim(factor, stride)
@@ -205,7 +207,11 @@ def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
             else shard.size(window.factor) * eqn.params["window_strides"][dim]
             for dim, window in enumerate(windows)
         ]
-        limits = [start + size for start, size in zip(starts, sizes, strict=True)]
-        return [lax.slice(made, starts, limits)]
+        # Elements that no window reaches get 0.
+        edges = [
+            (-start, start + size - of, 0)
+            for start, size, of in zip(starts, sizes, made.shape, strict=True)
+        ]
+        return [lax.pad(made, made.dtype.type(0), edges)]
 
     return rebind

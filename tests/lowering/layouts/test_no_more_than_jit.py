@@ -73,6 +73,11 @@ def pooled(x: Array) -> Array:
     return lax.reduce_window(x, 0.0, lax.add, (16, 1), (1, 1), "SAME")
 
 
+def most(x: Array) -> Array:
+    """Overlapping windows, one less than their stride could have."""
+    return lax.reduce_window(x, -np.inf, lax.max, (3, 1), (2, 1), "VALID")
+
+
 def labelled(x: Array) -> Array:
     """Each row meets the next one, in each of three iterations."""
 
@@ -121,6 +126,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: jnp.concatenate([x + n for n in range(5)]), P(("a", "b"))),
         (pulled(lambda x: jnp.tile(x, (1, 2))), P(("a", "b"))),
         (pulled(pooled), P(("a", "b"))),
+        (pulled(most), P(("a", "b"))),
         (pulled(lambda x: jnp.pad(x, ((8, 8), (0, 0)))), P(("a", "b"))),
         (pulled(lambda x: jnp.concatenate([x[:1] * 2, x])[:-1]), P(("a", "b"))),
         (pulled(labelled), P(("a", "b"))),
@@ -136,7 +142,8 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         "roll", "difference", "conv", "spread", "spread, pulled",
         "last", "slice", "sort", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
-        "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
+        "five joined", "tiled beside, pulled", "pooled", "pooled by maxima", "padded",
+        "behind a row",
         "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",
         "in four", "softmax in four", "softmax in four, pulled",
         "far apart, a row a device", "one row written, a row a device",
