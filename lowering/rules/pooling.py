@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reads import WindowReads
-from jhost.lowering.rules.reducers import Reducer, identity
+from jhost.lowering.rules.reducers import Reducer, from_zero, identity
 from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
     is_whole,
@@ -200,6 +201,9 @@ def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
             source = window_of(source, dim, value, shard, source.dtype.type(0))
             operand = window_of(operand, dim, window, shard, nothing)
             padding[dim], starts[dim] = (0, 0), -window.reads.first
+        # XLA adds the cotangents to 0, but takes a single one for its own sum.
+        if source.size == 1 < math.prod(shape_of(eqn.invars[0])):
+            source = from_zero(source)
         (made,) = bind(eqn, [source, operand], padding=tuple(padding))
         sizes = [
             made.shape[dim]
