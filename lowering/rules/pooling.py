@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
-from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
@@ -26,8 +26,11 @@ from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer, from_zero, identity
 from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
+    elements_of,
     is_whole,
+    padded,
     reading,
+    slice_or_fill,
     window_of,
     without_padding,
 )
@@ -138,9 +141,10 @@ def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
 
 @rule("select_and_scatter_add")
 def scattered(eqn: JaxprEqn) -> DimRule:
-    """A step of a dim's factor is the stretch between the starts of two windows.
+    """A step of a dim's factor is the stretch between two starts of windows.
 
-    It reads all windows that reach into it, and the cotangent of each of them.
+    It reads all windows that reach into it, and the cotangent of each of them.  Where
+    the stride does not divide the size, a step is as long as divides both.
     """
     source, operand = (shape_of(v) for v in eqn.invars)
     factors = Factors()
@@ -149,7 +153,7 @@ def scattered(eqn: JaxprEqn) -> DimRule:
         for dim, (steps, size) in enumerate(zip(source, operand, strict=True))
     ]
     values, windows, results = zip(*maps, strict=True) if maps else ((), (), ())
-    rebind = _rebind_scattered(values, windows)
+    rebind = _rebind_scattered(values, windows, results)
     made = factors.rule([values, windows], [results], rebind)
     return dataclasses.replace(made, counted=made.windowed)
 
@@ -158,64 +162,93 @@ def _handed_back(
     factors: Factors, eqn: JaxprEqn, dim: int, count: int, size: int
 ) -> tuple[FactorDim | None, FactorDim | None, FactorDim | None]:
     """How the cotangents, the operand and the result of one dim follow a factor."""
+    if not size or not count:
+        return None, None, None
     names = "window_dimensions", "window_strides", "padding"
     extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
-    # Otherwise some elements belong to a part of a step.
-    if size % stride or not size or not count:
-        return None, None, None
-    stretches = size // stride
-    # Windows `i + first` to `i + last` reach into the stretch of step i.
-    first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
-    factor = factors.new(stretches)
-    # There may be more windows than stretches, or fewer: a missing one hands 0 back.
+    step = math.gcd(size, stride)
+    factor, steps = factors.new(size // step), (0, size // step)
+    # Window w is at place `w * stride // step`.  Windows at places `i + first` to
+    # `i + last` reach into step i.  A missing one hands 0 back.
+    first, last = -(-(low - extent + 1) // step), (step - 1 + low) // step
     reached = WindowReads(
-        size=count, first=first, extent=last - first + 1, steps=(0, stretches)
+        size=count,
+        first=first,
+        extent=last - first + 1,
+        dilation=stride // step,
+        steps=steps,
     )
     read = WindowReads(
         size=size,
-        first=first * stride - low,
-        stride=stride,
-        extent=(last - first) * stride + extent,
-        steps=(0, stretches),
+        first=first * step - low,
+        stride=step,
+        extent=(last - first) * step + extent,
+        steps=steps,
     )
     # Windows do not overlap: each step reads its own elements.
-    if count == stretches and read.first == 0 and read.extent <= stride:
-        return FactorDim(factor), FactorDim(factor, stride), FactorDim(factor, stride)
+    if (count, step, read.first) == (size // step, stride, 0) and extent <= stride:
+        return FactorDim(factor), FactorDim(factor, step), FactorDim(factor, step)
     values, windows = (FactorDim(factor, reads=each) for each in (reached, read))
-    return values, windows, FactorDim(factor, stride)
+    return values, windows, FactorDim(factor, step)
 
 
-def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
+def _rebind_scattered(values: Dims, windows: Dims, results: Dims) -> Rebind:
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         prim, dtype = eqn.params["select_prim"].name, aval_of(eqn.invars[1]).dtype
         nothing = identity("max" if prim == "ge" else "min", dtype)
         source = without_padding(args[0], values, shard)
         operand = without_padding(args[1], windows, shard)
-        padding, starts = [*eqn.params["padding"]], [0] * operand.ndim
+        padding, zero = [*eqn.params["padding"]], lax.full((), 0, source.dtype)
+        starts: list[Any] = [0] * operand.ndim
         for dim, (value, window) in enumerate(zip(values, windows, strict=True)):
             if is_whole(window, shard):
                 continue
             assert value is not None
             assert window is not None
             assert window.reads is not None
-            source = window_of(source, dim, value, shard, source.dtype.type(0))
+            stride, extent = (eqn.params[name][dim] for name in _EXTENT)
+            source = elements_of(source, dim, value, shard, zero)
             operand = window_of(operand, dim, window, shard, nothing)
-            padding[dim], starts[dim] = (0, 0), -window.reads.first
+            ahead = _ahead(value, window, stride, padding[dim][0], shard)
+            reach = (source.shape[dim] - 1) * stride + extent
+            operand = _cut(operand, dim, ahead, reach, nothing)
+            padding[dim], starts[dim] = (0, 0), -window.reads.first - ahead
         # XLA adds the cotangents to 0, but takes a single one for its own sum.
         if source.size == 1 < math.prod(shape_of(eqn.invars[0])):
             source = from_zero(source)
         (made,) = bind(eqn, [source, operand], padding=tuple(padding))
-        sizes = [
-            made.shape[dim]
-            if window is None
-            else shard.size(window.factor) * eqn.params["window_strides"][dim]
-            for dim, window in enumerate(windows)
-        ]
         # Elements that no window reaches get 0.
-        edges = [
-            (-start, start + size - of, 0)
-            for start, size, of in zip(starts, sizes, made.shape, strict=True)
-        ]
-        return [lax.pad(made, made.dtype.type(0), edges)]
+        for dim, (start, result) in enumerate(zip(starts, results, strict=True)):
+            if result is not None:
+                size = shard.size(result.factor) * result.scale
+                made = _cut(made, dim, start, size, zero)
+        return [made]
 
     return rebind
+
+
+_EXTENT = "window_strides", "window_dimensions"
+
+
+def _ahead(
+    value: FactorDim, window: FactorDim, stride: int, low: int, shard: Shard
+) -> Any:
+    """How far behind the first element that is read the first window here begins."""
+    reached, read, count = value.reads, window.reads, shard.size(value.factor)
+    assert reached is not None
+    assert read is not None
+
+    def ahead(step: Any) -> Any:
+        return reached.start(step, count) * stride - low - read.shard(step, count)
+
+    parts = min(shard.parts(value.factor), reached.dilation)
+    everywhere = {ahead(part * count) for part in range(parts)}
+    alike = len(everywhere) == 1
+    return everywhere.pop() if alike else ahead(first_step(shard, value.factor))
+
+
+def _cut(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
+    """`size` elements of a dim, and `fill` where `x` has none."""
+    if isinstance(start, int):
+        return padded(x, dim, fill, (-start, start + size - x.shape[dim]))
+    return slice_or_fill(x, dim, start, size, fill)
