@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, first_step
@@ -56,14 +56,12 @@ def windows(eqn: JaxprEqn) -> DimRule:
     """A dim that a window slides over is read in windows.
 
     XLA skips places without an element.  A value that changes nothing stands there.
-    For a function of the user's there is none, so dims with such places stay whole.
+    For a function of the user's there is none, so each element says that it is one.
     """
     (first, *_), result = eqn.invars, shape_of(eqn.outvars[0])
     factors, fills = Factors(), _fills(eqn)
     pairs = [
-        (None, None)
-        if fills[0] is None and _has_gaps(eqn, dim)
-        else reading(factors, reads_of(eqn, dim, size), result[dim])
+        reading(factors, reads_of(eqn, dim, size), result[dim])
         for dim, size in enumerate(shape_of(first))
     ]
     operand, out = zip(*pairs, strict=True) if pairs else ((), ())
@@ -120,20 +118,49 @@ def _fills(eqn: JaxprEqn) -> Sequence[Any]:
 
 def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        operands, initial = args[: len(fills)], args[len(fills) :]
+        cut = [dim for dim, mapped in enumerate(dims) if not is_whole(mapped, shard)]
+        skips = fills[0] is None and any(_has_gaps(eqn, dim) for dim in cut)
+        values = [*fills, np.False_] if skips else fills
+        if skips:
+            operands = [*operands, lax.full(operands[0].shape, True)]
+        operands = [without_padding(x, dims, shard) for x in operands]
         padding, dilation = [*eqn.params["padding"]], [*eqn.params["base_dilation"]]
-        operands = [without_padding(x, dims, shard) for x in args[: len(fills)]]
-        for dim, mapped in enumerate(dims):
-            if not is_whole(mapped, shard):
-                assert mapped is not None
-                padding[dim], dilation[dim] = (0, 0), 1
-                operands = [
-                    window_of(x, dim, mapped, shard, fill)
-                    for x, fill in zip(operands, fills, strict=True)
-                ]
+        for dim in cut:
+            mapped = dims[dim]
+            assert mapped is not None
+            padding[dim], dilation[dim] = (0, 0), 1
+            operands = [
+                window_of(x, dim, mapped, shard, fill)
+                for x, fill in zip(operands, values, strict=True)
+            ]
         changed = {"padding": tuple(padding), "base_dilation": tuple(dilation)}
-        return bind(eqn, [*operands, *args[len(fills) :]], **changed)
+        if skips:
+            return _skipping(eqn, operands, [*initial, np.True_], changed)
+        return bind(eqn, [*operands, *initial], **changed)
 
     return rebind
+
+
+def _skipping(
+    eqn: JaxprEqn, operands: Sequence[Any], initial: Sequence[Any], changed: Any
+) -> list[Any]:
+    """A reduction by the user's function of the elements whose last value is true."""
+    params = {**eqn.params, **changed}
+    function = jaxpr_as_fun(ClosedJaxpr(params.pop("jaxpr"), params.pop("consts")))
+
+    def combine(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+        (*ones, here), (*others, there) = left, right
+        made = [
+            lax.select(here, lax.select(there, both, one), other)
+            for both, one, other in zip(
+                function(*ones, *others), ones, others, strict=True
+            )
+        ]
+        return [*made, lax.bitwise_or(here, there)]
+
+    *results, _ = lax.reduce_window([*operands], [*initial], combine, **params)
+    return results
 
 
 # --- The gradient of a maximum in windows ------------------------------------ #

@@ -83,6 +83,11 @@ def most_of_three(x: Array) -> Array:
     return lax.reduce_window(x, -np.inf, lax.max, (3, 1), (3, 1), "SAME")
 
 
+def by_function(x: Array) -> Array:
+    """A function for which no value stands for padding."""
+    return lax.reduce_window(x, 0.0, lambda a, b: a * b + 1, (3, 1), (1, 1), "SAME")
+
+
 def labelled(x: Array) -> Array:
     """Each row meets the next one, in each of three iterations."""
 
@@ -131,6 +136,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: jnp.concatenate([x + n for n in range(5)]), P(("a", "b"))),
         (pulled(lambda x: jnp.tile(x, (1, 2))), P(("a", "b"))),
         (pulled(pooled), P(("a", "b"))),
+        (by_function, P(("a", "b"))),
         (pulled(most), P(("a", "b"))),
         (pulled(most_of_three), P(("a", "b"))),
         (pulled(lambda x: jnp.pad(x, ((8, 8), (0, 0)))), P(("a", "b"))),
@@ -148,8 +154,8 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         "roll", "difference", "conv", "spread", "spread, pulled",
         "last", "slice", "sort", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
-        "five joined", "tiled beside, pulled", "pooled", "pooled by maxima",
-        "pooled by threes", "padded", "behind a row",
+        "five joined", "tiled beside, pulled", "pooled", "pooled by a function",
+        "pooled by maxima", "pooled by threes", "padded", "behind a row",
         "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",
         "in four", "softmax in four", "softmax in four, pulled",
         "far apart, a row a device", "one row written, a row a device",
