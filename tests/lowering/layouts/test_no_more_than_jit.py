@@ -126,6 +126,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: x[-1] * 2, P()),
         (lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 5), P()),
         (lambda x: jnp.sort(x, axis=0), P(("a", "b"))),
+        (lambda x: (jnp.sort(x, axis=0), jnp.argsort(x, axis=0)), P(("a", "b"))),
         (lambda x: jnp.argmax(x, axis=0), P()),
         (by_kernel, P()),
         (lambda x: jnp.concatenate([x, x]), P(("a", "b"))),
@@ -152,7 +153,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     ],
     ids=[
         "roll", "difference", "conv", "spread", "spread, pulled",
-        "last", "slice", "sort", "argmax", "by kernel",
+        "last", "slice", "sort", "sorts", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
         "five joined", "tiled beside, pulled", "pooled", "pooled by a function",
         "pooled by maxima", "pooled by threes", "padded", "behind a row",
