@@ -174,7 +174,7 @@ def tried(
     while order:
         other = heapq.heappop(order)
         old = made.assignments[other]
-        new = candidate if other == number else solver.assigner.cheapest(other, made)
+        new = candidate if other == number else _next(solver, number, other, made)
         if new == old:
             continue
         undo.append((other, old))
@@ -196,6 +196,21 @@ def tried(
     for other, old in reversed(undo):
         made.decide(other, old)
     return False
+
+
+def _next(solver: Solver, number: int, other: int, made: Decisions) -> Assignment:
+    """The best assignment of an operation, now that an earlier one has changed.
+
+    Of two that read one value whole, as two sorts of it, neither gains alone: the value
+    has to be gathered for the other one.
+    """
+    assigner, op, layouts = solver.assigner, solver.operations[other], made.layouts
+    best = assigner.cheapest(other, made)
+    if set(op.ins).isdisjoint(solver.operations[number].ins):
+        return best
+    moves = made.known(other)
+    every = [best, *_by_other_dims(solver, op, best, made)]
+    return min(every, key=lambda each: assigner.rank(op, each, layouts, moves))
 
 
 def spread_otherwise(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from jhost._jax import aval_of
-from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
@@ -22,11 +23,14 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reads import WindowReads
-from jhost.lowering.rules.reducers import Reducer, identity
+from jhost.lowering.rules.reducers import Reducer, from_zero, identity
 from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
+    elements_of,
     is_whole,
+    padded,
     reading,
+    slice_or_fill,
     window_of,
     without_padding,
 )
@@ -52,14 +56,12 @@ def windows(eqn: JaxprEqn) -> DimRule:
     """A dim that a window slides over is read in windows.
 
     XLA skips places without an element.  A value that changes nothing stands there.
-    For a function of the user's there is none, so dims with such places stay whole.
+    For a function of the user's there is none, so each element says that it is one.
     """
     (first, *_), result = eqn.invars, shape_of(eqn.outvars[0])
     factors, fills = Factors(), _fills(eqn)
     pairs = [
-        (None, None)
-        if fills[0] is None and _has_gaps(eqn, dim)
-        else reading(factors, reads_of(eqn, dim, size), result[dim])
+        reading(factors, reads_of(eqn, dim, size), result[dim])
         for dim, size in enumerate(shape_of(first))
     ]
     operand, out = zip(*pairs, strict=True) if pairs else ((), ())
@@ -116,20 +118,49 @@ def _fills(eqn: JaxprEqn) -> Sequence[Any]:
 
 def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        operands, initial = args[: len(fills)], args[len(fills) :]
+        cut = [dim for dim, mapped in enumerate(dims) if not is_whole(mapped, shard)]
+        skips = fills[0] is None and any(_has_gaps(eqn, dim) for dim in cut)
+        values = [*fills, np.False_] if skips else fills
+        if skips:
+            operands = [*operands, lax.full(operands[0].shape, True)]
+        operands = [without_padding(x, dims, shard) for x in operands]
         padding, dilation = [*eqn.params["padding"]], [*eqn.params["base_dilation"]]
-        operands = [without_padding(x, dims, shard) for x in args[: len(fills)]]
-        for dim, mapped in enumerate(dims):
-            if not is_whole(mapped, shard):
-                assert mapped is not None
-                padding[dim], dilation[dim] = (0, 0), 1
-                operands = [
-                    window_of(x, dim, mapped, shard, fill)
-                    for x, fill in zip(operands, fills, strict=True)
-                ]
+        for dim in cut:
+            mapped = dims[dim]
+            assert mapped is not None
+            padding[dim], dilation[dim] = (0, 0), 1
+            operands = [
+                window_of(x, dim, mapped, shard, fill)
+                for x, fill in zip(operands, values, strict=True)
+            ]
         changed = {"padding": tuple(padding), "base_dilation": tuple(dilation)}
-        return bind(eqn, [*operands, *args[len(fills) :]], **changed)
+        if skips:
+            return _skipping(eqn, operands, [*initial, np.True_], changed)
+        return bind(eqn, [*operands, *initial], **changed)
 
     return rebind
+
+
+def _skipping(
+    eqn: JaxprEqn, operands: Sequence[Any], initial: Sequence[Any], changed: Any
+) -> list[Any]:
+    """A reduction by the user's function of the elements whose last value is true."""
+    params = {**eqn.params, **changed}
+    function = jaxpr_as_fun(ClosedJaxpr(params.pop("jaxpr"), params.pop("consts")))
+
+    def combine(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+        (*ones, here), (*others, there) = left, right
+        made = [
+            lax.select(here, lax.select(there, both, one), other)
+            for both, one, other in zip(
+                function(*ones, *others), ones, others, strict=True
+            )
+        ]
+        return [*made, lax.bitwise_or(here, there)]
+
+    *results, _ = lax.reduce_window([*operands], [*initial], combine, **params)
+    return results
 
 
 # --- The gradient of a maximum in windows ------------------------------------ #
@@ -137,9 +168,10 @@ def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
 
 @rule("select_and_scatter_add")
 def scattered(eqn: JaxprEqn) -> DimRule:
-    """A step of a dim's factor is the stretch between the starts of two windows.
+    """A step of a dim's factor is the stretch between two starts of windows.
 
-    It reads all windows that reach into it, and the cotangent of each of them.
+    It reads all windows that reach into it, and the cotangent of each of them.  Where
+    the stride does not divide the size, a step is as long as divides both.
     """
     source, operand = (shape_of(v) for v in eqn.invars)
     factors = Factors()
@@ -148,7 +180,7 @@ def scattered(eqn: JaxprEqn) -> DimRule:
         for dim, (steps, size) in enumerate(zip(source, operand, strict=True))
     ]
     values, windows, results = zip(*maps, strict=True) if maps else ((), (), ())
-    rebind = _rebind_scattered(values, windows)
+    rebind = _rebind_scattered(values, windows, results)
     made = factors.rule([values, windows], [results], rebind)
     return dataclasses.replace(made, counted=made.windowed)
 
@@ -157,55 +189,93 @@ def _handed_back(
     factors: Factors, eqn: JaxprEqn, dim: int, count: int, size: int
 ) -> tuple[FactorDim | None, FactorDim | None, FactorDim | None]:
     """How the cotangents, the operand and the result of one dim follow a factor."""
+    if not size or not count:
+        return None, None, None
     names = "window_dimensions", "window_strides", "padding"
     extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
-    # Otherwise some elements belong to no step, or to a part of one.
-    if size != stride * count or not size:
-        return None, None, None
-    # Windows `i + first` to `i + last` reach into the stretch of step i.
-    first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
-    factor = factors.new(count)
+    step = math.gcd(size, stride)
+    factor, steps = factors.new(size // step), (0, size // step)
+    # Window w is at place `w * stride // step`.  Windows at places `i + first` to
+    # `i + last` reach into step i.  A missing one hands 0 back.
+    first, last = -(-(low - extent + 1) // step), (step - 1 + low) // step
     reached = WindowReads(
-        size=count, first=first, extent=last - first + 1, steps=(0, count)
+        size=count,
+        first=first,
+        extent=last - first + 1,
+        dilation=stride // step,
+        steps=steps,
     )
     read = WindowReads(
         size=size,
-        first=first * stride - low,
-        stride=stride,
-        extent=(last - first) * stride + extent,
-        steps=(0, count),
+        first=first * step - low,
+        stride=step,
+        extent=(last - first) * step + extent,
+        steps=steps,
     )
     # Windows do not overlap: each step reads its own elements.
-    if read.first == 0 and read.extent <= stride:
-        return FactorDim(factor), FactorDim(factor, stride), FactorDim(factor, stride)
+    if (count, step, read.first) == (size // step, stride, 0) and extent <= stride:
+        return FactorDim(factor), FactorDim(factor, step), FactorDim(factor, step)
     values, windows = (FactorDim(factor, reads=each) for each in (reached, read))
-    return values, windows, FactorDim(factor, stride)
+    return values, windows, FactorDim(factor, step)
 
 
-def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
+def _rebind_scattered(values: Dims, windows: Dims, results: Dims) -> Rebind:
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         prim, dtype = eqn.params["select_prim"].name, aval_of(eqn.invars[1]).dtype
         nothing = identity("max" if prim == "ge" else "min", dtype)
         source = without_padding(args[0], values, shard)
         operand = without_padding(args[1], windows, shard)
-        padding, starts = [*eqn.params["padding"]], [0] * operand.ndim
+        padding, zero = [*eqn.params["padding"]], lax.full((), 0, source.dtype)
+        starts: list[Any] = [0] * operand.ndim
         for dim, (value, window) in enumerate(zip(values, windows, strict=True)):
             if is_whole(window, shard):
                 continue
             assert value is not None
             assert window is not None
             assert window.reads is not None
-            source = window_of(source, dim, value, shard, source.dtype.type(0))
+            stride, extent = (eqn.params[name][dim] for name in _EXTENT)
+            source = elements_of(source, dim, value, shard, zero)
             operand = window_of(operand, dim, window, shard, nothing)
-            padding[dim], starts[dim] = (0, 0), -window.reads.first
+            ahead = _ahead(value, window, stride, padding[dim][0], shard)
+            reach = (source.shape[dim] - 1) * stride + extent
+            operand = _cut(operand, dim, ahead, reach, nothing)
+            padding[dim], starts[dim] = (0, 0), -window.reads.first - ahead
+        # XLA adds the cotangents to 0, but takes a single one for its own sum.
+        if source.size == 1 < math.prod(shape_of(eqn.invars[0])):
+            source = from_zero(source)
         (made,) = bind(eqn, [source, operand], padding=tuple(padding))
-        sizes = [
-            made.shape[dim]
-            if window is None
-            else shard.size(window.factor) * eqn.params["window_strides"][dim]
-            for dim, window in enumerate(windows)
-        ]
-        limits = [start + size for start, size in zip(starts, sizes, strict=True)]
-        return [lax.slice(made, starts, limits)]
+        # Elements that no window reaches get 0.
+        for dim, (start, result) in enumerate(zip(starts, results, strict=True)):
+            if result is not None:
+                size = shard.size(result.factor) * result.scale
+                made = _cut(made, dim, start, size, zero)
+        return [made]
 
     return rebind
+
+
+_EXTENT = "window_strides", "window_dimensions"
+
+
+def _ahead(
+    value: FactorDim, window: FactorDim, stride: int, low: int, shard: Shard
+) -> Any:
+    """How far behind the first element that is read the first window here begins."""
+    reached, read, count = value.reads, window.reads, shard.size(value.factor)
+    assert reached is not None
+    assert read is not None
+
+    def ahead(step: Any) -> Any:
+        return reached.start(step, count) * stride - low - read.shard(step, count)
+
+    parts = min(shard.parts(value.factor), reached.dilation)
+    everywhere = {ahead(part * count) for part in range(parts)}
+    alike = len(everywhere) == 1
+    return everywhere.pop() if alike else ahead(first_step(shard, value.factor))
+
+
+def _cut(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
+    """`size` elements of a dim, and `fill` where `x` has none."""
+    if isinstance(start, int):
+        return padded(x, dim, fill, (-start, start + size - x.shape[dim]))
+    return slice_or_fill(x, dim, start, size, fill)

@@ -196,6 +196,33 @@ def test_a_maximum_hands_back_to_its_own_part(
     assert received(program) == edges * 3 * 2
 
 
+@settings(max_examples=budget.examples(10), deadline=None)  # each is compiled
+@given(
+    window=st.integers(1, 6),
+    stride=st.integers(1, 5),
+    edges=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    rows=st.integers(1, 6),
+)
+def test_a_maximum_hands_back_where_strides_and_parts_do_not_fit(
+    window: int, stride: int, edges: tuple[int, int], rows: int
+) -> None:
+    # Padding alone has no maximum of its own.
+    low, high = (min(edge, window - 1) for edge in edges)
+    x = integers(4 * rows, 2)
+    hypothesis.assume(len(x) + low + high >= window)
+
+    def pool(x: Array) -> Array:
+        edges = (low, high), (0, 0)
+        return lax.reduce_window(x, -np.inf, lax.max, (window, 1), (stride, 1), edges)
+
+    def back(x: Array) -> Array:
+        made, back = jax.vjp(pool, x)
+        return back(lax.broadcasted_iota(made.dtype, made.shape, 0) % 5)[0]
+
+    program = exact(back, x, **tp(4, (ROWS,), ROWS))
+    assert "AllGather" not in str(communications(program))
+
+
 # --- In other programs -------------------------------------------------------------- #
 
 

@@ -73,6 +73,21 @@ def pooled(x: Array) -> Array:
     return lax.reduce_window(x, 0.0, lax.add, (16, 1), (1, 1), "SAME")
 
 
+def most(x: Array) -> Array:
+    """Overlapping windows, one less than their stride could have."""
+    return lax.reduce_window(x, -np.inf, lax.max, (3, 1), (2, 1), "VALID")
+
+
+def most_of_three(x: Array) -> Array:
+    """Windows whose stride divides neither the rows nor a device's part of them."""
+    return lax.reduce_window(x, -np.inf, lax.max, (3, 1), (3, 1), "SAME")
+
+
+def by_function(x: Array) -> Array:
+    """A function for which no value stands for padding."""
+    return lax.reduce_window(x, 0.0, lambda a, b: a * b + 1, (3, 1), (1, 1), "SAME")
+
+
 def labelled(x: Array) -> Array:
     """Each row meets the next one, in each of three iterations."""
 
@@ -111,6 +126,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: x[-1] * 2, P()),
         (lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(x[0, 0]), 5), P()),
         (lambda x: jnp.sort(x, axis=0), P(("a", "b"))),
+        (lambda x: (jnp.sort(x, axis=0), jnp.argsort(x, axis=0)), P(("a", "b"))),
         (lambda x: jnp.argmax(x, axis=0), P()),
         (by_kernel, P()),
         (lambda x: jnp.concatenate([x, x]), P(("a", "b"))),
@@ -121,6 +137,9 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: jnp.concatenate([x + n for n in range(5)]), P(("a", "b"))),
         (pulled(lambda x: jnp.tile(x, (1, 2))), P(("a", "b"))),
         (pulled(pooled), P(("a", "b"))),
+        (by_function, P(("a", "b"))),
+        (pulled(most), P(("a", "b"))),
+        (pulled(most_of_three), P(("a", "b"))),
         (pulled(lambda x: jnp.pad(x, ((8, 8), (0, 0)))), P(("a", "b"))),
         (pulled(lambda x: jnp.concatenate([x[:1] * 2, x])[:-1]), P(("a", "b"))),
         (pulled(labelled), P(("a", "b"))),
@@ -134,9 +153,10 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     ],
     ids=[
         "roll", "difference", "conv", "spread", "spread, pulled",
-        "last", "slice", "sort", "argmax", "by kernel",
+        "last", "slice", "sort", "sorts", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
-        "five joined", "tiled beside, pulled", "pooled", "padded", "behind a row",
+        "five joined", "tiled beside, pulled", "pooled", "pooled by a function",
+        "pooled by maxima", "pooled by threes", "padded", "behind a row",
         "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",
         "in four", "softmax in four", "softmax in four, pulled",
         "far apart, a row a device", "one row written, a row a device",

@@ -6,14 +6,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings, strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jhost
+from tests import budget
+from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import tp
 
 ROWS = np.array([0, 3, 7, 5])
@@ -94,6 +98,48 @@ def test_zeros_have_their_signs(name: str) -> None:
         for part in (jnp.real, jnp.imag):
             one, other = (np.asarray(part(each)) for each in (given, wanted))
             np.testing.assert_array_equal(np.signbit(one), np.signbit(other))
+
+
+POOLS = {"max": (lax.max, -np.inf), "min": (lax.min, np.inf), "sum": (lax.add, 0.0)}
+
+
+@settings(max_examples=budget.examples(12), deadline=None)  # each is compiled
+@given(
+    kind=st.sampled_from([*POOLS]),
+    window=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    strides=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    padding=st.sampled_from(["VALID", "SAME"]),
+    pulled=st.booleans(),
+)
+@example(kind="min", window=(3, 2), strides=(3, 2), padding="VALID", pulled=True)
+def test_pools_have_them(
+    kind: str,
+    window: tuple[int, int],
+    strides: tuple[int, int],
+    padding: str,
+    pulled: bool,
+) -> None:
+    combine, begin = POOLS[kind]
+    rng = np.random.default_rng(0)
+    x, cotangents = (
+        jnp.asarray(rng.choice(np.float32([-0.0, 1, -1]), (4, 8))) for _ in range(2)
+    )
+
+    def pool(x: Any) -> Any:
+        return lax.reduce_window(x, begin, combine, window, strides, padding)
+
+    def back(x: Any, cotangents: Any) -> Any:
+        made, pull = jax.vjp(pool, x)
+        return pull(lax.slice(cotangents, (0, 0), made.shape))[0]
+
+    function = back if pulled else lambda x, _: pool(x)
+    # Of a single window XLA takes the cotangent as it is.
+    hypothesis.assume(jax.eval_shape(pool, x).size > 1)
+    mesh = mesh_of(a=2, b=4)
+    found = jhost.jit(function, mesh=mesh, in_shardings=P("a", "b"))(x, cotangents)
+    wanted = jax.jit(function)(x, cotangents)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
 
 
 @pytest.mark.parametrize("pipeline", ["collective", "p2p"])

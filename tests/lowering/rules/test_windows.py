@@ -37,11 +37,17 @@ CheckRule: TypeAlias = Callable[..., set[str]]
         lambda x: lax.reduce_window(
             x, 2.0, lambda a, b: a + b + 1, (3,), (1,), "SAME"
         ),
+        lambda x: lax.reduce_window(
+            (x, lax.iota(np.int32, len(x))),
+            (-1.0, np.int32(-1)),
+            lambda a, b: (lax.max(a[0], b[0]), lax.select(a[0] >= b[0], a[1], b[1])),
+            (3,), (2,), ((2, 1),), (2,), (2,),
+        ),
     ],
     ids=[
         "stride", "own stride", "small", "cut and padded", "spread out", "rev",
         "concatenate", "windows with gaps", "any reduction", "any beginning",
-        "any function",
+        "any function", "a function of pairs",
     ],
 )  # fmt: skip
 def test_one_dim(fun: Callable[[Any], Any], check_rule: CheckRule) -> None:
