@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, TypeAlias
 
 from jhost._text import bytes_text
+from jhost.lowering.cost.products_in_parts import products_in_parts
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.simulate import predict, seconds_in_bodies
@@ -159,7 +160,7 @@ class ChooseForms(EachProgram):
         every = beside_work(program, can_hide)
         ways: dict[str, TransferForm] = {}
         notes: list[Note] = []
-        forms = _Forms(program)
+        forms = _Forms(program, self.rates)
         for way, gathers in _TURNS:
             stmts = [
                 stmt
@@ -256,8 +257,9 @@ class ChooseForms(EachProgram):
 class _Forms:
     """A program with its transfers in order, each choice of forms made once."""
 
-    def __init__(self, written: Program) -> None:
+    def __init__(self, written: Program, rates: Rates | None) -> None:
         self.written = written
+        self.rates = rates
         self.made: list[tuple[Mapping[str, TransferForm], Program]] = []
 
     def program(self, ways: Mapping[str, TransferForm]) -> Program:
@@ -265,7 +267,7 @@ class _Forms:
         for known, program in self.made:
             if known == ways:
                 return program
-        program = in_order(self.written, ways)
+        program = products_in_parts(in_order(self.written, ways), self.rates)
         self.made.append((ways, program))
         return program
 

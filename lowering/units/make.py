@@ -28,6 +28,27 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any, **params: Any) -> U
     return with_own_variables(dataclasses.replace(unit, name=name))
 
 
+def on_buffers(unit: Unit, ins: Sequence[Buffer], outs: Sequence[Buffer]) -> Unit:
+    """The unit of one equation on buffers of other shapes.
+
+    The equation's params must say nothing about shapes.
+    """
+    (each,) = unit.eqns
+    known: dict[Var, Var] = {
+        var: fresh_var(type_of(buffer))
+        for var, buffer in zip(
+            (*unit.invars, *unit.outvars), (*ins, *outs), strict=True
+        )
+    }
+    eqn = _copied_eqn(each.eqn, known)
+    rule = rule_of(eqn)
+    one = UnitEqn(eqn=eqn, rule=rule, axes=((),) * len(rule.sizes))
+    invars, outvars = ([known[v] for v in each] for each in (unit.invars, unit.outvars))
+    return dataclasses.replace(
+        unit, eqns=(one,), invars=tuple(invars), outvars=tuple(outvars)
+    )
+
+
 def barrier_of(name: str, *avals: Any) -> Unit:
     """The unit of one barrier around arrays of the types `avals`."""
     return unit_of(name, _barrier, *avals)

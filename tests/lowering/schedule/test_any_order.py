@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.choose_forms import ChooseForms
+from jhost.lowering.cost.products_in_parts import ProductsInParts
 from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -80,6 +81,7 @@ def check_window(program: Program, window: int) -> None:
     window=st.integers(1, 4),
     of_sums=st.integers(1, 6),
     ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
+    in_parts=st.booleans(),
 )
 @settings(max_examples=budget.examples(6), deadline=None)
 def test_any_lanes_and_any_window(
@@ -89,6 +91,7 @@ def test_any_lanes_and_any_window(
     window: int,
     of_sums: int,
     ways: list[TransferForm | None],
+    in_parts: bool,
 ) -> None:
     x, *weights = operands(8, count, 4)
     specs = P(("dp", "fsdp")), *[P("fsdp")] * count
@@ -97,6 +100,7 @@ def test_any_lanes_and_any_window(
     with (
         sums.moving("collective"),
         mock.patch.object(ChooseForms, "way", staticmethod(lanes(ways))),
+        mock.patch.object(ProductsInParts, "gains", return_value=in_parts),
         mock.patch.object(intervals, "_WINDOW", window),
         mock.patch.object(
             room, "_WINDOW", dict.fromkeys(get_args(TransferForm), of_sums)
