@@ -3,7 +3,8 @@
 Scans become cycles, and transfers outside of loops get their form and their place.
 Each of these is weighed by itself.  In the end the whole program is weighed against the
 program as it was written.  That runs as in `jax.jit`: with XLA's own options, or with
-those that begin collectives early.
+those that begin collectives early.  If it does not clearly gain there, it may still be
+jhost's without an order.
 """
 
 from __future__ import annotations
@@ -55,10 +56,9 @@ class ChooseSchedule:
 
     def apply(self, program: Program) -> Program:
         ordered = through((*self.order, self.leave), program)
-        # Loops over chunks have gained over no loop already, or were asked for.
-        fixed = is_pipelined(program) or has_own_kernels(program)
         moves = any(isinstance(stmt, Communicate) for stmt in statements(program))
-        if fixed or not moves or left_to_xla(ordered):
+        # Loops over chunks have gained over no loop already, or were asked for.
+        if is_pipelined(program) or not moves or left_to_xla(ordered):
             return ordered
         return self.best(program, ordered) if self.transfers.time_decides else ordered
 
@@ -80,23 +80,37 @@ class ChooseSchedule:
         return min(least, *(written for _, written in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:
-        """`ordered`, or `program` with a remark if it takes less time in `jax.jit`."""
+        """`ordered`, or `program` if it takes less time as it was written."""
         if ordered.body is program.body and not self.transfers.may_begin_early:
             return ordered  # where nothing overlaps, this is all that there is
-        best = ordered
-        seconds = in_order = self.transfers.seconds(ordered)
-        for early, written in self.written(program):
-            if written < _GAIN * seconds:
-                predicted = written, in_order
-                left = LeftToXla(axes=(), early=early, predicted=predicted)
-                remarks = (*program.remarks, left)
-                best = dataclasses.replace(program, remarks=remarks)
-                seconds = written
-        return best
+        in_order = self.transfers.seconds(ordered)
+        written = [*self.written(program)]
+        if not has_own_kernels(program):
+            if (left := self.left(program, in_order, written)) is not None:
+                return left
+        (_, as_written), *_ = written
+        return program if as_written < in_order else ordered
+
+    def left(
+        self, program: Program, in_order: float, written: Sequence[tuple[bool, float]]
+    ) -> Program | None:
+        """`program` with a remark that leaves it to XLA, if that clearly gains."""
+        left, seconds = None, in_order
+        for early, each in written:
+            if each < _GAIN * seconds:
+                left = LeftToXla(axes=(), early=early, predicted=(each, in_order))
+                seconds = each
+        if left is None:
+            return None
+        return dataclasses.replace(program, remarks=(*program.remarks, left))
 
     def written(self, program: Program) -> Iterator[tuple[bool, float]]:
-        """The seconds as XLA runs it, without and with options to begin early."""
-        for early in (False, True) if self.transfers.may_begin_early else (False,):
+        """The seconds as it was written, and with options that begin early.
+
+        Only programs that are left to XLA get these.
+        """
+        begins = self.transfers.may_begin_early and not has_own_kernels(program)
+        for early in (False, True) if begins else (False,):
             yield early, self.transfers.seconds(program, early=early)
 
 

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.marks import BarrierMark
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Buffer,
@@ -89,6 +90,15 @@ class Graph(tuple[Node, ...]):
             return (n for b in node.writes for n in self.readers.get(b.name, ()))
         makers = (self.makers.get(buffer.name) for buffer in node.reads)
         return (maker for maker in makers if maker is not None)
+
+    @functools.cached_property
+    def of_products(self) -> Set[str]:
+        """The values with a contraction behind them; weights have none."""
+        made = set[str]()
+        for node in self:
+            if has_contraction(node.stmt) or any(b.name in made for b in node.reads):
+                made.update(buffer.name for buffer in node.writes)
+        return made
 
     @functools.cached_property
     def before(self) -> Sequence[Set[int]]:

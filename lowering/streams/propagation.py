@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from fractions import Fraction
 
 from jhost._text import counted
@@ -13,6 +13,7 @@ from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.requests import merge_choices
 from jhost.lowering.ir.statements import Buffer
+from jhost.lowering.streams.found_weights import is_product
 from jhost.lowering.streams.participation import (
     ONE,
     Access,
@@ -136,8 +137,11 @@ class Propagation:
                 if not self.meet(part.stream, access, *self.values[buffer.name]):
                     return "one of its results is in another stream"
         stream = self.root(part.stream)
-        if self.marks[stream].found and _cuts_seen(node, part):
-            return "queries in chunks see different keys on each device"
+        if self.marks[stream].found:
+            if _cuts_seen(node, part):
+                return "queries in chunks see different keys on each device"
+            if _compares_rows(node, part, self.graph.of_products):
+                return "it is a product of rows with rows"
         own = part.steps
         known = self.steps.get(stream, own)
         steps = _gcd(known, own)
@@ -290,6 +294,23 @@ def _cuts_seen(node: Node, part: Participation) -> bool:
     rule = rule_of(node)
     window = rule and rule.window
     return window is not None and part.factor == window.queries
+
+
+def _compares_rows(node: Node, part: Participation, made: Set[str]) -> bool:
+    """Whether a part cuts rows that are multiplied by rows, batch by batch.
+
+    Attention that is written out does so.  One of its operands is whole, and a loop
+    ends there.  What stands before it in the loop, such as weights of a softmax, would
+    be written chunk by chunk.
+    """
+    rule = rule_of(node)
+    if rule is None or not rule.contracts or rule.matmul is not None:
+        return False
+    of_rows = all(buffer.name in made for buffer in node.reads)
+    cuts_batch = len(part.reads) > 1 and part.writes
+    if not of_rows or cuts_batch or part.factor in rule.unsharded:
+        return False
+    return not is_product(node.stmt)
 
 
 def _common_denominator(parts: Iterable[Participation]) -> Fraction:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.marks import Mark, StreamChoice
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.ir.statements import PipelineKind
@@ -107,3 +108,53 @@ def test_a_plan_that_is_taken_over_has_the_statements_of_its_own_program() -> No
     assert taken.participations is plan.plan_program(program)[1].participations
     stmts = [stmt for node in graph for stmt in node.stmts]
     assert {id(stmt) for stmt in body} <= {id(stmt) for stmt in stmts}
+
+
+def attending(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Attention in plain JAX, between two products that are marked."""
+    rows = jhost.stream(x @ w, axis=0)
+    q, k, v = jnp.reshape(rows, (3, *rows.shape[:1], 2, -1), order="F")
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+    mixed = jnp.einsum("hqk,khd->qhd", weights, v)
+    return jhost.stream(jnp.reshape(mixed, (len(x), -1)) @ w, axis=0)
+
+
+def gradients(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    result, pull = jax.vjp(attending, x, w)
+    return pull(result)
+
+
+def in_batches(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Products of rows with a weight for each batch, of rows that are marked."""
+    rows = jhost.stream(jnp.einsum("rbi,bio->rbo", x, w), axis=0)
+    return jnp.einsum("rbi,bio->rbo", rows, w)
+
+
+@pytest.mark.parametrize("found", [False, True])
+@pytest.mark.parametrize(
+    ("function", "shapes", "whole"),
+    [
+        (attending, ((6, 4), (4, 12)), True),
+        (gradients, ((6, 4), (4, 12)), True),
+        (in_batches, ((6, 2, 4), (2, 4, 4)), False),
+    ],
+)
+def test_a_found_stream_ends_where_rows_are_multiplied_by_rows(
+    function: Callable[..., jax.Array],
+    shapes: tuple[tuple[int, ...], ...],
+    whole: bool,
+    found: bool,
+) -> None:
+    program = built(function, *shapes, tp=2)
+    program = StreamDefaults(pipeline="p2p").applied_to(program)
+    marks = [m for m in program.marks if isinstance(m, StreamChoice)]
+    marks = [dataclasses.replace(m, found=found) for m in marks]
+    graph, made = plan.plan_program(dataclasses.replace(program, marks=tuple(marks)))
+    batched = [
+        number
+        for number, node in enumerate(graph)
+        if has_contraction(node.stmt) and len(node.writes[0].shape) > 2
+    ]
+    cut = made.participations.keys() & set(batched)
+    assert batched
+    assert bool(cut) != (whole and found)
