@@ -4,10 +4,12 @@ A partial sum may then stay partial through the equation, and the result is redu
 instead.  Equations that only arrange elements distribute over every reducer, and
 reductions over their own kind.
 
-Integers stay exact: they wrap round alike either way.  The factors of a product are
-assumed to be finite, as every change of a sum's order assumes of its terms.  A divisor
-may be 0, because divisors often are.  Signs of zero: a sum that cancels and is then
-negated gives 0.0 instead of -0.0; terms that are all zeros keep their sign.
+Integers stay exact: they wrap round alike either way.  Floats are multiplied only by
+positive numbers that the program itself has and that make no term larger.  Otherwise
+terms of both signs could become infinite and add up to NaN, where the product of their
+sum is infinite.  None is negated: a sum that cancels is 0.0, whose negative is -0.0,
+but negated terms add up to 0.0.  One zero has another sign: -0.0 minus a sum that
+cancels becomes 0.0.
 
 If devices look elements up and add them, each element has one *lone* term: the others
 are -0.0, or 0 as an integer.  Any cast of the term is the cast of the sum, bit for bit.
@@ -15,6 +17,7 @@ are -0.0, or 0 as an integer.  Any cast of the term is the cast of the sum, bit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -23,7 +26,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jhost._dtypes import bits, holds
-from jhost._jax import aval_of
+from jhost._jax import Atom, aval_of
 from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.rows import can_be_summed
 
@@ -103,19 +106,35 @@ def _together(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 
 def _product(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    """Either factor, if dtypes agree: a wider result would not wrap round alike."""
+    """A factor, if dtypes agree: a wider result would not wrap round alike."""
     dtypes = [aval_of(atom).dtype for atom in (*eqn.invars[:2], *eqn.outvars)]
     if not all(_keeps_sums(dtype, dtypes[-1]) for dtype in dtypes):
         return ()
-    return frozenset({0}), frozenset({1})
+    exact = not jnp.issubdtype(dtypes[-1], jnp.inexact)
+    others = reversed(eqn.invars[:2])
+    return tuple(
+        frozenset({n})
+        for n, other in enumerate(others)
+        if exact or 0 < _number(other) <= 1
+    )
 
 
 def _quotient(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    """The dividend of floats, where the divisor is known and not 0."""
-    divisor = eqn.invars[1]
-    exact = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
-    known = isinstance(divisor, Literal) and divisor.val != 0
-    return (frozenset({0}),) if exact and known else ()
+    """The dividend of floats, if the quotient is no larger: integers are rounded."""
+    inexact = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
+    known = 1 <= _number(eqn.invars[1]) < math.inf
+    return (frozenset({0}),) if inexact and known else ()
+
+
+def _number(atom: Atom) -> float:
+    """A real literal's value; NaN, which fails all comparisons, of other atoms."""
+    known = isinstance(atom, Literal) and np.isrealobj(atom.val)
+    return float(atom.val) if known and not np.ndim(atom.val) else math.nan
+
+
+def _negation(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
+    exact = not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
+    return (frozenset({0}),) if exact else ()
 
 
 def _conversion(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
@@ -160,7 +179,6 @@ def _updates(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "add": _together,
     "add_any": _together,
-    "conj": _in_operand,
     "conv_general_dilated": _product,
     "convert_element_type": _conversion,
     "cumsum": _in_operand,
@@ -168,7 +186,7 @@ _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "dot_general": _product,
     "imag": _in_operand,
     "mul": _product,
-    "neg": _in_operand,
+    "neg": _negation,
     "pad": _padding,
     "real": _in_operand,
     "scatter-add": _updates,

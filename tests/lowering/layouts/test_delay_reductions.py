@@ -57,7 +57,7 @@ def test_the_program_before_and_after(golden: Callable[..., None]) -> None:
     def f(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
         pairs = (x, w), (y, v)
         one, two = (jhost.shard(a, K) @ jhost.shard(b, ROWS) for a, b in pairs)
-        return jhost.shard(one + 2 * two, ROWS)
+        return jhost.shard(one + two / 2, ROWS)
 
     before, after = delayed(f, (16, 64), (64, 8), (16, 64), (64, 8), tp=4)
     golden(str(before), "before")
@@ -225,6 +225,38 @@ def test_what_a_pipeline_hides_is_not_put_off_to_where_it_cannot() -> None:
     assert "CollectivePermute tp" in communications(program)
 
 
+FACTORS = [jnp.inf, -jnp.inf, jnp.nan, 0.0, 2.0**126, -4.0, 0.5]
+SCALED: dict[str, Function] = {
+    "neg": lambda y, k: -y * k,
+    "mul": lambda y, k: y * k,
+    "rmul": lambda y, k: k * y,
+    "div": lambda y, k: y / k,
+    "dot": lambda y, k: y @ jnp.diag(jnp.full(8, k)),
+    "conv": lambda y, k: jnp.convolve(y.ravel(), k[None]),
+    "add": lambda y, k: y * k + 3 * y,
+    "scan": lambda y, k: lax.scan(lambda c, t: (c, c * t), y, k[None])[1][0],
+    "gradient": lambda y, k: jax.vjp(lambda y: y * k, y)[1](y)[0],
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", SCALED)
+def test_products_with_infinite_and_large_factors_are_of_the_sum(
+    name: str, known: bool
+) -> None:
+    """Terms of both signs would be infinities that add up to NaN; a row cancels."""
+    x, w = operands()[:2]
+    x = np.concatenate([np.tile(x[:1, :32], 2), x[1:]])
+    w = np.concatenate([w[:32], -w[:32]])
+
+    def f(x: jax.Array, w: jax.Array, factors: jax.Array) -> list[list[jax.Array]]:
+        numbers = map(jnp.float32, FACTORS) if known else factors
+        parts = [SCALED[name](x @ w, number)[:2] for number in numbers]
+        return [[y, (y == 0) & jnp.signbit(y)] for y in parts]
+
+    exact(f, x, w, jnp.float32(FACTORS), **tp(4, (K, ROWS, P()), P()))
+
+
 def test_a_sum_is_divided_by_0_and_not_its_parts() -> None:
     """The parts would be infinities of both signs, and their sum no number."""
 
@@ -247,7 +279,17 @@ EQUATIONS: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "div": (lax.div, (INTEGERS, OTHER * 0 + 3)),
     "div of floats": (lax.div, (INTEGERS * 1.0, OTHER * 0 + 2.0)),
     "div by two": (lambda x: x / np.float32(2), (INTEGERS * 1.0,)),
+    "div by a half": (lambda x: x / np.float32(0.5), (INTEGERS * 1.0,)),
+    "div by inf": (lambda x: x / np.float32(np.inf), (INTEGERS * 1.0,)),
+    "mul of floats": (lax.mul, (INTEGERS * 1.0, OTHER * 1.0)),
+    "half of floats": (lambda x: x * np.float32(0.5), (INTEGERS * 1.0,)),
+    "minus half of floats": (lambda x: x * np.float32(-0.5), (INTEGERS * 1.0,)),
+    "twice floats": (lambda x: x * np.float32(2), (INTEGERS * 1.0,)),
+    "no floats": (lambda x: x * np.float32(0), (INTEGERS * 1.0,)),
+    "dot of floats": (lambda x, y: lax.dot(x, y.T), (INTEGERS * 1.0, OTHER * 1.0)),
     "neg": (lax.neg, (INTEGERS,)),
+    "neg of floats": (lax.neg, (INTEGERS * 1.0,)),
+    "conj": (lax.conj, (INTEGERS * 1.0j,)),
     "abs": (lax.abs, (INTEGERS,)),
     "dot_general": (lambda x, y: lax.dot(x, y.T), (INTEGERS, OTHER)),
     "reduce_sum": (lambda x: jnp.sum(x, axis=0), (INTEGERS,)),
@@ -277,14 +319,23 @@ EQUATIONS: dict[str, tuple[Function, tuple[Any, ...]]] = {
 NOT_LINEAR = {
     "abs",
     "clamp",
+    "conj",
     "div",
+    "div by a half",
+    "div by inf",
     "div of floats",
+    "dot of floats",
     "from int8",
+    "minus half of floats",
+    "mul of floats",
+    "neg of floats",
+    "no floats",
     "pad with ones",
     "reduce_max",
     "reduce_min",
     "to bfloat16",
     "to float",
+    "twice floats",
 }
 
 
