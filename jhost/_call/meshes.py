@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jhost import errors
 from jhost._call.shardings import is_spread
-from jhost._jax import TracedCall, calls, shard_map_of, source_line
+from jhost._jax import NO_LINE, TracedCall, calls, shard_map_of, source_line
 from jhost.runtime.mesh import (
     AnyMesh,
     context_mesh,
@@ -76,15 +76,23 @@ def inside_mesh(traced: TracedCall, on_one_device: bool) -> AnyMesh | None:
     return next((s.mesh for s in held if isinstance(s, NamedSharding)), None)
 
 
-def meshes_in(jaxpr: Any) -> Iterator[tuple[AnyMesh, str]]:
-    """Each mesh that shardings and `jax.shard_map`s inside name, with its line."""
+def meshes_in(jaxpr: Any, around: str = NO_LINE) -> Iterator[tuple[AnyMesh, str]]:
+    """Each mesh that something inside is over, with its line or that of the call."""
     for eqn in jaxpr.eqns:
-        mesh = _mesh_of(eqn)
+        mesh, line = _mesh_of(eqn), source_line(eqn)
+        line = around if line == NO_LINE else line
         if mesh is not None and not mesh.empty:
-            yield mesh, source_line(eqn)
-        if eqn.primitive.name != "shard_map":  # inside, axes are manual
+            yield mesh, line
+        if not _has_all_inside(eqn):
             for inner in jaxprs_in_params(eqn.params):
-                yield from meshes_in(inner)
+                yield from meshes_in(inner, line)
+
+
+def _has_all_inside(eqn: JaxprEqn) -> bool:
+    """Whether its mesh is also that of what is inside of it, or axes are manual."""
+    # A jhost function has compared the devices of its mesh with those inside.
+    compared = eqn.primitive.name == "jhost" and isinstance(_mesh_of(eqn), Mesh)
+    return compared or eqn.primitive.name == "shard_map"
 
 
 def _mesh_of(eqn: JaxprEqn) -> AnyMesh | None:
@@ -120,13 +128,13 @@ def check_context(name: str, mesh: AnyMesh | None) -> None:
 
 
 def check_devices(name: str, jaxpr: Any, mesh: AnyMesh | None) -> None:
-    """Refuses shardings and `jax.shard_map`s inside that are over other devices.
+    """Refuses what is inside and over the same axes, but over other devices.
 
     Programs know the axes of a mesh and no devices, so that this is looked at before.
 
     Raises:
-        MeshMismatchError: a sharding or a `shard_map` over the same axes, of other
-            devices.
+        MeshMismatchError: a sharding, a `shard_map` or a jhost function over the same
+            axes, of other devices.
     """
     if not isinstance(mesh, Mesh):
         return
@@ -137,7 +145,8 @@ def check_devices(name: str, jaxpr: Any, mesh: AnyMesh | None) -> None:
     ]
     if others:
         raise errors.MeshMismatchError(
-            f"A sharding or a jax.shard_map inside {name} is over the function's axes, "
-            "but over other devices, or in another order. Give it the function's mesh.",
+            f"A sharding, a jax.shard_map or a jhost function inside {name} is over "
+            f"the axes of {name}, but over other devices, or in another order. Give it "
+            f"the mesh of {name}.",
             [*dict.fromkeys(others), f"the function's: {mesh_text(mesh)}"],
         )

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
+from jhost._dtypes import summed_in
 from jhost.lowering.emit.groups import axis_index, over
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
@@ -81,7 +82,8 @@ def with_signs(total: Any, x: Any, stmt: Communicate, ranks: Ranks) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
         return total
     # A sum is -0.0 only if no term is anything else.
-    is_negative = jnp.signbit(x) & (x == 0)
+    # `jnp.signbit` (of JAX 0.10 to 0.12) refuses floats of 8 bits and less.
+    is_negative = jnp.signbit(x.astype(summed_in(x.dtype))) & (x == 0)
     signs = lax.pmin(is_negative.astype(np.int8), **over(stmt.axes, ranks)).astype(bool)
     if stmt.kind == "ReduceScatter":
         assert stmt.dim is not None

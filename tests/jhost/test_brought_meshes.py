@@ -240,6 +240,29 @@ def test_meshes_inside_of_other_devices_are_refused(mesh: Mesh) -> None:
         jhost.jit(both)(OPERANDS[0])
 
 
+def test_a_nested_function_on_other_devices_is_named_once(mesh: Mesh) -> None:
+    turned = Mesh(mesh.devices[::-1], ("tp",), axis_types=(AxisType.Auto,))
+
+    @jhost.jit(mesh=turned, in_shardings=P("tp"))
+    def inner(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x + 1, NamedSharding(turned, P("tp")))
+
+    def outer(x: jax.Array) -> jax.Array:
+        return jhost.shard(inner(x), P("tp"))
+
+    def jitted(x: jax.Array) -> jax.Array:
+        return jax.jit(inner)(x)
+
+    for fun in (outer, jitted, jax.grad(lambda x: outer(x).sum())):
+        f = jhost.jit(fun, mesh=mesh, in_shardings=P("tp"))
+        with pytest.raises(errors.MeshMismatchError) as raised:
+            f(OPERANDS[0])
+        text = str(raised.value)
+        assert text.count("devices 3, 2, 1, 0 at test_brought_meshes.py:") == 1
+        assert text.count("  * ") == 2
+        assert "unknown line" not in text
+
+
 def test_specs_that_no_mesh_is_known_for_are_said_once() -> None:
     specs = {f"w{n}": P("tp") for n in range(100)}
     f = jhost.jit(lambda params: params, in_shardings=(specs,))

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -46,3 +48,19 @@ def test_a_sum_with_what_may_be_negative_zero_may_be_so_too() -> None:
     text = lowered(fun, *args)
     assert "stablehlo.minimum" in text
     assert np.signbit(jhost.jit(fun, mesh=MESH)(*args)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fnuz, jnp.bfloat16])
+def test_signs_of_narrow_sums_that_a_scan_carries(dtype: Any) -> None:
+    terms = jnp.array([[0.0, -1.0], [-0.0, 1.0], [-0.0, 2.0]]).astype(dtype)
+    terms = jnp.broadcast_to(terms.T[:, None], (2, 4, 3))
+
+    def fun(terms: jax.Array) -> jax.Array:
+        terms = jhost.shard(terms, P(None, "tp"))
+        start = jnp.full((3,), -0.0, dtype)
+        return lax.scan(lambda c, x: (c + x.sum(0), None), start, terms)[0]
+
+    wanted = np.asarray(jax.jit(fun)(terms), np.float32)
+    given = np.asarray(jhost.jit(fun, mesh=MESH)(terms), np.float32)
+    np.testing.assert_array_equal(given, wanted)
+    np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
