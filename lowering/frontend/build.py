@@ -25,6 +25,7 @@ from jhost.lowering.frontend.control_flow import (
     out_names,
     param_names,
 )
+from jhost.lowering.frontend.convolution_padding import with_own_padding
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.frontend.markers import MARKERS, Markers
 from jhost.lowering.frontend.rows import with_rows
@@ -75,6 +76,7 @@ def build(
     check_supported(name, mesh.shape, named, flat.eqns)
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
     flat = with_shifts(with_rows(without_transposes(flat)))
+    flat = with_own_padding(flat)
     said = display_names or DisplayNames(param_names, result_names)
     by_result = dict(zip(flat.outvars, result_names, strict=True))
     builder = _Builder(flat, name, mesh, by_result, said, flatten)

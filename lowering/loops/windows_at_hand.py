@@ -33,21 +33,25 @@ def out_of_reach(
     mesh: Mapping[str, int],
 ) -> dict[int, str]:
     """The nodes whose windows chunks of a pipeline do not have at hand, and why."""
-    most = {
-        number: max(halo.most for halo in halos.values())
+    halos = {
+        number: found
         for number, part in parts.items()
-        if (halos := halos_of(graph[number].stmt, part.factor))
+        if (found := halos_of(graph[number].stmt, part.factor))
     }
-    if not most:
+    if not halos:
         return {}
     if lacks := _lacks(made, graph, extent, mesh):
-        return {number: reads_others(graph[number].stmt, lacks) for number in most}
+        return {number: reads_others(graph[number].stmt, lacks) for number in halos}
     # A step keeps the edges of its chunk for those that work on the chunks beside it.
     pieces = made.chunks // made.owners(mesh)
     return {
         number: reads_others(graph[number].stmt, "not only of those beside it")
-        for number, reach in most.items()
-        if reach > parts[number].steps / pieces
+        for number, found in halos.items()
+        if any(
+            halo.most * pieces * parts[number].groups
+            > graph[number].reads[operand].shape[halo.dim]
+            for operand, halo in found.items()
+        )
     }
 
 

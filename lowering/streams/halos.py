@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jhost.lowering.ir.operation import operand_maps
@@ -33,15 +34,30 @@ class ChunkHalo:
 
 
 def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
-    """The halos of chunks of a factor, by operand, where neighbours are read at all."""
+    """The halos of chunks of a factor, by operand, where these are not the chunks."""
     if not isinstance(stmt, Compute):
         return {}
     halos = {
-        # Widths that users give may be NumPy's integers, which no index takes.
-        operand: ChunkHalo(dim, -int(reads.first), int(reads.first + reads.extent) - 1)
-        for operand, dim, reads in _windows(stmt, factor)
+        operand: _halo(dim, reads) for operand, dim, reads in _windows(stmt, factor)
     }
-    return {operand: halo for operand, halo in halos.items() if halo.most > 0}
+    return {n: halo for n, halo in halos.items() if halo.before or halo.after}
+
+
+def _halo(dim: int, reads: WindowReads) -> ChunkHalo:
+    """What chunks of any size read around their own elements."""
+    steps = _fewest(reads)
+    start, own = reads.start(0, steps), steps * reads.stride // reads.dilation
+    # Widths that users give may be NumPy's integers, which no index takes.
+    return ChunkHalo(dim, -int(start), int(start + reads.window(steps) - own))
+
+
+def fewest_steps(stmt: Compute, factor: int) -> int:
+    """The fewest steps of a factor that read around whole elements of each operand."""
+    return math.lcm(*(_fewest(reads) for _, _, reads in _windows(stmt, factor)))
+
+
+def _fewest(reads: WindowReads) -> int:
+    return reads.dilation // math.gcd(reads.stride, reads.dilation)
 
 
 def reads_others(stmt: Stmt, how: str = "") -> str:
@@ -55,7 +71,8 @@ def reads_others(stmt: Stmt, how: str = "") -> str:
 def far_reads(stmt: Compute, factor: int) -> str:
     """Why chunks of a factor with windows are no chunks of the operands, or "".
 
-    They are if step i reads around element i, and a device has the dim whole.
+    They are if a part of the steps reads around the same part of the elements, and a
+    device has the dim whole.
     """
     (unit_eqn,) = stmt.unit.eqns
     if unit_eqn.axes[factor]:
@@ -64,11 +81,13 @@ def far_reads(stmt: Compute, factor: int) -> str:
         return reads_others(stmt, "and reduces over all of them")
     steps = unit_eqn.rule.sizes[factor]
     for operand, dim, reads in _windows(stmt, factor):
-        if reads.stride != 1 or reads.dilation != 1:
-            return reads_others(stmt, "with a stride, or in reverse")
-        if stmt.ins[operand].shape[dim] != steps:
-            size = stmt.ins[operand].shape[dim]
+        if reads.stride < 0:
+            return reads_others(stmt, "in reverse")
+        size = stmt.ins[operand].shape[dim]
+        if size * reads.dilation != steps * reads.stride:
             return reads_others(stmt, f"and makes {steps} of {size} elements")
+        if reads.lead(_fewest(reads)) is None:
+            return reads_others(stmt, "and its steps read gaps alone")
     return ""
 
 

@@ -24,7 +24,7 @@ from jhost.lowering.ir.statements import (
 )
 from jhost.lowering.rules.dim_rule import DimRule, Dims, shape_of
 from jhost.lowering.rules.table import reason_of
-from jhost.lowering.streams.halos import far_reads
+from jhost.lowering.streams.halos import far_reads, fewest_steps
 
 ONE = Fraction(1)
 
@@ -78,9 +78,9 @@ def largest_shared(fraction: Fraction, other: Fraction) -> Fraction:
 class Participation:
     """A node's part in a stream; operands and results without an access are whole.
 
-    `factor` is the streamed factor of a computation, and `size` its steps on a device.
-    `groups` is the number of stretches that it consists of; a chunk takes equally many
-    steps of each.
+    `factor` is the streamed factor of a computation, and `size` its steps on a device,
+    or several of them together.  `groups` is the number of stretches that it consists
+    of; a chunk takes equally many steps of each.
     """
 
     stream: str
@@ -193,6 +193,8 @@ def _compute_part(
         }
 
     size = rule.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
+    if factor in rule.windowed:  # between elements there may be gaps
+        size //= fewest_steps(stmt, factor)
     # When groups are scaled up to whole numbers, they become a multiple of the
     # numerator, so that has to divide the size.
     if size % access.groups.numerator:
