@@ -80,9 +80,10 @@ class _Writer:
     def cut(self, eqn: JaxprEqn) -> JaxprEqn:
         """A slice, as a convolution of less if it cuts what nothing else reads."""
         source, params = eqn.invars[0], eqn.params
-        made = self.convolutions.get(source) if isinstance(source, Var) else None
-        strides = {*(params["strides"] or ())}
-        if made is None or strides - {1} or self.reads[source] > 1:
+        if not isinstance(source, Var) or self.reads[source] > 1:
+            return eqn
+        made = self.convolutions.get(source)
+        if made is None or any(n != 1 for n in params["strides"] or ()):
             return eqn
         ends = zip(
             params["start_indices"],
