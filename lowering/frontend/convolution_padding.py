@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
 from jhost.lowering.rules.dim_rule import shape_of
 
-_Widths: TypeAlias = Sequence[tuple[int, int]]
+_MoreElements: TypeAlias = Sequence[tuple[int, int]]
 """For each dim, so many elements more before the first, and behind the last."""
 
 
@@ -27,7 +27,7 @@ def with_own_padding(flat: FlatJaxpr) -> FlatJaxpr:
     """`flat`, with convolutions that pad what they read and leave out what is cut."""
     if not any(map(_is_convolution, flat.eqns)):
         return flat
-    writer = _Writer(flat)
+    writer = _PaddingWriter(flat)
     eqns = [*map(writer.equation, flat.eqns)]
     return dataclasses.replace(flat, eqns=needed(eqns, flat.outvars))
 
@@ -36,7 +36,7 @@ def _is_convolution(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "conv_general_dilated"
 
 
-class _Writer:
+class _PaddingWriter:
     def __init__(self, flat: FlatJaxpr) -> None:
         every = (v for eqn in flat.eqns for v in eqn.invars)
         self.reads = Counter(v for v in every if isinstance(v, Var))
@@ -80,9 +80,10 @@ class _Writer:
     def cut(self, eqn: JaxprEqn) -> JaxprEqn:
         """A slice, as a convolution of less if it cuts what nothing else reads."""
         source, params = eqn.invars[0], eqn.params
-        made = self.convolutions.get(source) if isinstance(source, Var) else None
-        strides = {*(params["strides"] or ())}
-        if made is None or strides - {1} or self.reads[source] > 1:
+        if not isinstance(source, Var) or self.reads[source] > 1:
+            return eqn
+        made = self.convolutions.get(source)
+        if made is None or any(n != 1 for n in params["strides"] or ()):
             return eqn
         ends = zip(
             params["start_indices"],
@@ -105,7 +106,7 @@ def _only_adds(pad: JaxprEqn) -> bool:
 
 
 def _with_more(
-    eqn: JaxprEqn, spec: Sequence[int], widths: _Widths, apart: Sequence[int]
+    eqn: JaxprEqn, spec: Sequence[int], widths: _MoreElements, apart: Sequence[int]
 ) -> JaxprEqn | None:
     """A convolution with more padding, or with less; None if it can have none there.
 

@@ -8,6 +8,7 @@ elements as well, the *halo*: its window is what all of its steps read.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 
@@ -39,6 +40,11 @@ class WindowReads:
     def count(self) -> int:
         """The steps up to the last that reads anything."""
         return self.steps[1]
+
+    @property
+    def fewest(self) -> int:
+        """The fewest steps that go on by a whole number of elements."""
+        return self.dilation // math.gcd(self.stride, self.dilation)
 
     def reach(self, count: int) -> int:
         """How many places `count` steps in a row read."""

@@ -102,18 +102,47 @@ def elements_of(
         x = padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
     # Nothing is compared where every device's window lies in the dim: XLA would not
     # find out that the comparison is always true.
-    elif fill is not None and _leaves(reads, count, shard.parts(mapped.factor)):
-        start = reads.start(first_step(shard, mapped.factor), count)
-        number = start + lax.broadcasted_iota(np.int32, x.shape, dim)
+    elif fill is not None and _leaves(mapped, shard):
+        number = _numbers(mapped, shard)
         inside = lax.bitwise_and(number >= 0, number < np.int32(reads.size))
+        inside = lax.broadcast_in_dim(inside, x.shape, (dim,))
         x = lax.select(inside, x, lax.broadcast(value, x.shape))
     return x
 
 
-def _leaves(reads: WindowReads, count: int, parts: int) -> bool:
-    """Whether the window of some part is not all in the dim."""
-    starts = [reads.start(step, count) for step in (0, (parts - 1) * count)]
-    return min(starts) < 0 or max(starts) + reads.window(count) > reads.size
+def _numbers(mapped: FactorDim, shard: Shard) -> Any:
+    """Which element of the dim each one in the window of the steps here is."""
+    reads, each = mapped.reads, _in_a_row(mapped, shard)
+    assert reads is not None
+    steps = lax.slice_in_dim(shard.positions(mapped.factor), 0, None, each)
+    within = lax.iota(np.int32, reads.window(each))
+    return lax.reshape(
+        reads.start(steps, each)[:, None] + within, (len(steps) * len(within),)
+    )
+
+
+def _in_a_row(mapped: FactorDim, shard: Shard) -> int:
+    """How many of the steps here read elements in a row for certain.
+
+    A chunk of a gathered dim has some steps of each device's part.  No windows of such
+    steps overlap, and the fewest steps that read whole elements are in a row.
+    """
+    reads, count = mapped.reads, shard.size(mapped.factor)
+    assert reads is not None
+    each = reads.fewest
+    apart = reads.stride > 0 and reads.lead(each) is not None and count % each == 0
+    if apart and reads.window(count) == count // each * reads.window(each):
+        return each
+    return count
+
+
+def _leaves(mapped: FactorDim, shard: Shard) -> bool:
+    """Whether the window of some steps is not all in the dim."""
+    reads, each = mapped.reads, _in_a_row(mapped, shard)
+    assert reads is not None
+    every = shard.parts(mapped.factor) * shard.size(mapped.factor)
+    starts = [reads.start(step, each) for step in (0, every - each)]
+    return min(starts) < 0 or max(starts) + reads.window(each) > reads.size
 
 
 def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> Any:
@@ -147,14 +176,12 @@ def part_of_whole(
 
     `fill`, or else zero, stands where there is no element.
     """
-    reads, count = mapped.reads, shard.size(mapped.factor)
-    assert reads is not None
-    assert reads.dilation == 1
-    length = reads.window(count)
+    assert mapped.reads is not None
     value = lax.full((), 0, x.dtype) if fill is None else fill
-    x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
-    start = reads.start(first_step(shard, mapped.factor), count)
-    return slice_or_fill(x, dim, start, length, value)
+    x = lax.slice_in_dim(x, 0, mapped.reads.size, axis=dim)
+    wanted = _numbers(mapped, shard)
+    shape = (*x.shape[:dim], len(wanted), *x.shape[dim + 1 :])
+    return _taken(x, dim, wanted, x.shape[dim], lax.broadcast(value, shape))
 
 
 def slice_or_fill(
@@ -173,9 +200,14 @@ def looked_up(
 
     Of `x` the first `count` elements of the dim count.
     """
-    # Looked up, because a slice of padded elements would have them written first.
     steps = lax.iota(np.int32, others.shape[dim]) * np.int32(stride)
     wanted = lax.convert_element_type(start, np.int32) + steps
+    return _taken(x, dim, wanted, count, others)
+
+
+def _taken(x: Any, dim: int, wanted: Any, count: Any, others: Any) -> Any:
+    """The elements of those numbers, and `others` where `x` has not so many."""
+    # Looked up, because a slice of padded elements would have them written first.
     inside = lax.bitwise_and(wanted >= 0, wanted < count)
     found = jnp.take(x, wanted, axis=dim, mode="clip")
     inside = lax.broadcast_in_dim(inside, found.shape, (dim,))

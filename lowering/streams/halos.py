@@ -45,7 +45,7 @@ def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
 
 def _halo(dim: int, reads: WindowReads) -> ChunkHalo:
     """What chunks of any size read around their own elements."""
-    steps = _fewest(reads)
+    steps = reads.fewest
     start, own = reads.start(0, steps), steps * reads.stride // reads.dilation
     # Widths that users give may be NumPy's integers, which no index takes.
     return ChunkHalo(dim, -int(start), int(start + reads.window(steps) - own))
@@ -53,11 +53,7 @@ def _halo(dim: int, reads: WindowReads) -> ChunkHalo:
 
 def fewest_steps(stmt: Compute, factor: int) -> int:
     """The fewest steps of a factor that read around whole elements of each operand."""
-    return math.lcm(*(_fewest(reads) for _, _, reads in _windows(stmt, factor)))
-
-
-def _fewest(reads: WindowReads) -> int:
-    return reads.dilation // math.gcd(reads.stride, reads.dilation)
+    return math.lcm(*(reads.fewest for _, _, reads in _windows(stmt, factor)))
 
 
 def reads_others(stmt: Stmt, how: str = "") -> str:
@@ -86,7 +82,7 @@ def far_reads(stmt: Compute, factor: int) -> str:
         size = stmt.ins[operand].shape[dim]
         if size * reads.dilation != steps * reads.stride:
             return reads_others(stmt, f"and makes {steps} of {size} elements")
-        if reads.lead(_fewest(reads)) is None:
+        if reads.lead(reads.fewest) is None:
             return reads_others(stmt, "and its steps read gaps alone")
     return ""
 

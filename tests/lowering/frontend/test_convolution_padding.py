@@ -22,9 +22,9 @@ Fun: TypeAlias = Callable[[Array, Array], Array]
 
 
 def convolution(x: Array, kernel: Array, **more: Any) -> Array:
-    settings = {"window_strides": (1, 1), "padding": "VALID", **more}
+    params: dict[str, Any] = {"window_strides": (1, 1), "padding": "VALID", **more}
     return lax.conv_general_dilated(
-        x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **settings
+        x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **params
     )
 
 

@@ -59,9 +59,9 @@ class Strided:
         """The same, of rows that are padded first, as Flax does for causal ones."""
         widths = [(0, 0, 0), (*self.pads(len(x)), 0), (0, 0, 0)]
         x = lax.pad(x[None], 0.0, widths)
-        return self.over(x, taps, "VALID")
+        return self.over(x, taps, [(0, 0)])
 
-    def over(self, x: Array, taps: Array, padding: Any) -> Array:
+    def over(self, x: Array, taps: Array, padding: list[tuple[int, int]]) -> Array:
         return lax.conv_general_dilated(
             x,
             taps[: self.taps, None],
