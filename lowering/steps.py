@@ -204,7 +204,7 @@ def _as_written(
     layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"
     kind = "AllToAll" if found.kind == "RaggedAllToAll" else found.kind
     often = times * found.times
-    held = size_in_bytes(shape_of(most), aval_of(most).dtype.itemsize)
+    held = size_in_bytes(shape_of(most), aval_of(most).dtype)
     report = CommunicationReport(
         kind=found.kind,
         axes=found.axes,

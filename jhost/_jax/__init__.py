@@ -56,6 +56,7 @@ from jhost._jax.jaxprs import (
     is_array as is_array,
     is_type as is_type,
     is_wide as is_wide,
+    itemsize as itemsize,
     makes_threefry_keys as makes_threefry_keys,
     result_paths as result_paths,
     type_of as type_of,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -90,6 +91,17 @@ def aval_of(atom: Atom) -> ShapedArray:
     if not isinstance(aval, ShapedArray):
         raise TypeError(f"expected an array, got {aval}")
     return aval
+
+
+def itemsize(dtype: Any) -> int:
+    """The bytes of an element, also of an extended dtype that does not say them.
+
+    Keys say them (JAX 0.10 to 0.12), but a user's dtype need not.
+    """
+    if hasattr(dtype, "itemsize"):
+        return dtype.itemsize
+    element = dtype._rules.physical_element_aval(dtype)
+    return math.prod(element.shape) * np.dtype(element.dtype).itemsize
 
 
 def is_array(atom: Atom) -> bool:

@@ -99,4 +99,4 @@ def products_of(unit: Unit) -> list[tuple[int, Var]]:
 
 
 def _bytes(var: Var) -> int:
-    return size_in_bytes(shape_of(var), aval_of(var).dtype.itemsize)
+    return size_in_bytes(shape_of(var), aval_of(var).dtype)

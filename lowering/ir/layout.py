@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from jhost._jax import itemsize
 from jhost._primitives import Spec
 from jhost.lowering.ir.statements import Buffer, Dim
 from jhost.lowering.rules.reducers import Reducer
@@ -73,14 +74,14 @@ def repeated_axes(axes: Iterable[str]) -> list[str]:
     return [axis for axis in axes if axis in seen or seen.add(axis)]
 
 
-def size_in_bytes(shape: Sequence[int], itemsize: int) -> int:
+def size_in_bytes(shape: Sequence[int], dtype: Any) -> int:
     """The bytes of an array of that shape."""
-    return math.prod(shape) * itemsize
+    return math.prod(shape) * itemsize(dtype)
 
 
 def bytes_of(buffer: Buffer) -> int:
     """The bytes that a buffer takes on one device."""
-    return math.prod(buffer.shape) * buffer.dtype.itemsize
+    return size_in_bytes(buffer.shape, buffer.dtype)
 
 
 def bytes_in(buffers: Iterable[Buffer]) -> int:

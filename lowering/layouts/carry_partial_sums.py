@@ -100,7 +100,7 @@ def _summed_behind(
 
 def _is_small(stacked: Buffer) -> bool:
     """Whether reducing the part of one iteration takes as long as reducing a scalar."""
-    size = size_in_bytes(stacked.shape[1:], stacked.dtype.itemsize)
+    size = size_in_bytes(stacked.shape[1:], stacked.dtype)
     return size <= _LATENCY_BYTES
 
 

@@ -139,7 +139,7 @@ class AssignmentEffects:
             sizes = [size for key, size in by_key.items() if key not in seen]
             seen |= by_key.keys()
             shape[window.dim] = sum(sizes)
-            received = size_in_bytes(shape, buffer.dtype.itemsize)
+            received = size_in_bytes(shape, buffer.dtype)
             shape[window.dim] = plan.window
             total += TransferBytes(received, 0, len(sizes)) * self.costs.times(name)
         return total
@@ -162,7 +162,7 @@ class AssignmentEffects:
         sizes = [piece.size for piece in plan.pieces if not piece.stays]
         buffer = self.costs.buffers[op.outs[0]]
         shape = [*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]]
-        received = size_in_bytes(shape, buffer.dtype.itemsize)
+        received = size_in_bytes(shape, buffer.dtype)
         return TransferBytes(received, 0, len(sizes)) * self.costs.times(op.outs[0])
 
     def flops(self, op: Operation, assignment: Assignment) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jhost._jax import itemsize
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.preferences import Preferences
@@ -80,7 +81,7 @@ class Kinds:
         buffer, costs = self.costs.buffers[name], self.costs
         return (
             buffer.shape,
-            buffer.dtype.itemsize,
+            itemsize(buffer.dtype),
             costs.times(name),
             costs.streamed.get(name),
             name in costs.made_anywhere,

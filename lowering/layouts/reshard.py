@@ -22,7 +22,6 @@ from jhost.lowering.ir.layout import (
     axes_size,
     is_layout,
     local_shape,
-    size_in_bytes,
     swapped,
     used_axes,
 )
@@ -111,7 +110,7 @@ def step_bytes(
     mesh: Mapping[str, int],
 ) -> int:
     """The bytes that each device receives in `step`, coming from layout `source`."""
-    held = size_in_bytes(local_shape(shape, source, mesh), itemsize)
+    held = math.prod(local_shape(shape, source, mesh)) * itemsize
     if step.kind == "Select":
         return 0
     return received_bytes(step.kind, held, axes_size(step.axes, mesh))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jhost._jax import itemsize
 from jhost.lowering.ir.layout import Layout, Partial, used_axes
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.layouts.hidden_dims import StreamedDim
@@ -159,7 +160,7 @@ class ReshardCosts:
         self, name: str, have: Layout, want: Layout, partial: Partial
     ) -> TransferBytes:
         buffer, streamed = self.buffers[name], self.streamed.get(name)
-        size, times = buffer.dtype.itemsize, self.times(name)
+        size, times = itemsize(buffer.dtype), self.times(name)
         # Layers have many values alike, and so does an optimizer.
         kind = buffer.shape, size, streamed, times, have, want, partial
         if kind not in self.of_kinds:
@@ -191,7 +192,7 @@ def moved_by(
     moved = NOTHING
     for step in steps:
         # Each step begins where the one before it has left the value.
-        size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
+        size = step_bytes(step, have, buffer.shape, itemsize(buffer.dtype), mesh)
         hidden = streamed is not None and streamed.hides(step)
         moved += TransferBytes(0, size, 1) if hidden else TransferBytes(size, 0, 1)
         have = step.layout

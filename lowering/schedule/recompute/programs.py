@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import Split
+from jhost._jax import Split, itemsize
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
 from jhost.lowering.rules.elementwise import COMPUTED_AGAIN
 from jhost.lowering.rules.properties import CALLS, IDENTITIES, called_body
@@ -161,7 +161,7 @@ def _cost(var: Var, free: Container[Var]) -> int:
 
 def _bytes(var: Var) -> int:
     aval: Any = var.aval
-    return max(1, int(aval.size) * aval.dtype.itemsize)
+    return max(1, int(aval.size) * itemsize(aval.dtype))
 
 
 # --- Equations ---------------------------------------------------------------------- #

@@ -165,8 +165,7 @@ class _Scans:
         # Nothing outside of a scan has the value that it carries in each iteration.
         carried = inside[consts : consts + count]
         return costs | {
-            var: size_in_bytes(shape_of(var), aval_of(var).dtype.itemsize)
-            for var in carried
+            var: size_in_bytes(shape_of(var), aval_of(var).dtype) for var in carried
         }
 
     def joined(self, bodies: Pair) -> Pair:
