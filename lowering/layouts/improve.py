@@ -210,7 +210,7 @@ def _next(solver: Solver, number: int, other: int, made: Decisions) -> Assignmen
         return best
     moves = made.known(other)
     every = [best, *_by_other_dims(solver, op, best, made)]
-    return min(every, key=lambda each: assigner.rank(op, each, layouts, moves))
+    return min(every, key=lambda each: assigner.rank(op, each, layouts, moves).cost)
 
 
 def spread_otherwise(
