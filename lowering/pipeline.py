@@ -212,6 +212,7 @@ def run_passes(
             verify(last, sequence[-1].name)
         except (errors.VerifyError, errors.IndexRangeError):
             # One of them broke an invariant, and the error is to name it.
+            verify(program, after="build")
             _verifying_each(program, sequence)
             raise
     return last
@@ -257,7 +258,8 @@ def build_program(
         display_names=display_names,
         flatten=_equations,
     )
-    verify(program, after="build")
+    if VERIFIES_EACH.get():
+        verify(program, after="build")
     return program
 
 

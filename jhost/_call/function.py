@@ -22,6 +22,7 @@ from jhost._call.jits import Jits
 from jhost._call.residuals import lay_out_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Source
+from jhost._garbage import no_garbage_collection
 from jhost._jax import (
     def_split,
     forget_traces,
@@ -182,7 +183,10 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.key(self._source.leaves(args, kwargs))
         with explaining_failures(self._source, key, args, kwargs):
-            return self._staged(key, args, kwargs).lower()
+            # What the user's function makes while it is traced may well be garbage.
+            self._source.trace(self._source.with_mesh(key, args, kwargs), args, kwargs)
+            with no_garbage_collection():
+                return self._staged(key, args, kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the types of the results, as `jax.eval_shape` does; runs nothing.

@@ -66,19 +66,24 @@ class Decisions:
             return set()
         self.counted[number] = new
         recount: set[str] = set()
+        wanted_before = () if old is None else old.wants
         if old is not None:
             self.total -= old.cost
             self.flops -= old.flops
-            for move in old.wants:
+        if new.wants != wanted_before:
+            for move in wanted_before:
                 if move not in new.wants and self._drop(move, number):
+                    recount.add(move[0])
+            for move in new.wants:
+                if move not in wanted_before and self._add(move, number):
                     recount.add(move[0])
         self.total += new.cost
         self.flops += new.flops
-        for move in new.wants:
-            if (old is None or move not in old.wants) and self._add(move, number):
-                recount.add(move[0])
-        changed = {name for name, rest in new.rests if self.layouts.get(name) != rest}
-        self.layouts.update(new.rests)
+        changed: set[str] = set()
+        for name, rest in new.rests:  # mostly one; this is asked most often of all
+            if self.layouts.get(name) != rest:
+                self.layouts[name] = rest
+                changed.add(name)
         # Once for all that changed.
         for name in recount | changed:
             if name in self.moves_of:
@@ -137,9 +142,11 @@ class Decisions:
 
     def _add(self, move: WantedLayout, number: int) -> bool:
         """Note that an operation wants a move; whether it is the first one."""
-        movers = self.movers.setdefault(move, [])
-        if not movers:
+        movers = self.movers.get(move)
+        if not movers:  # most values have one reader
+            self.movers[move] = [number]
             self.moves_of.setdefault(move[0], set()).add(move[1])
+            return True
         # In the order of the operations: the first that wants a move makes it, and the
         # others find it there (`known`).
         place = bisect.bisect_left(movers, number)
@@ -172,13 +179,18 @@ class Decisions:
     def _count(self, name: str) -> None:
         """Recount the moves of a value, each from the nearest layout it is in."""
         wanted, rest = self.moves_of[name], self.layouts[name]
-        before = self.moving.pop(name, NOTHING)
+        before = self.moving.pop(name, None)
         # Most values are wanted where they are, and layouts are counted often.
-        if wanted and (len(wanted) > 1 or rest not in wanted):
-            every = [*wanted]
-            if len(every) > 1:
-                every.sort(key=lambda want: (self.movers[name, want][0], want))
-            self.moving[name] = moved = self.costs.moves(name, rest, every)
+        others = [want for want in wanted if want != rest]
+        if len(others) == 1:
+            moved = self.costs.reshard(name, rest, others[0])
+        elif others:
+            others.sort(key=lambda want: (self.movers[name, want][0], want))
+            moved = self.costs.moves(name, rest, others)
+        else:
+            moved = NOTHING
+        if moved is not NOTHING:
+            self.moving[name] = moved
             self.total += moved
-        if before is not NOTHING:
+        if before is not None:
             self.total -= before

@@ -177,6 +177,11 @@ class LoopBuilder:
 
     def body(self, groups: Sequence[Group]) -> Iterator[Stmt]:
         """The statements of all groups and, between them, waiting contractions."""
+        if not self.participations:  # most often: nothing is pipelined, nothing waits
+            return itertools.chain(*map(self.statements, groups))
+        return self.with_loops(groups)
+
+    def with_loops(self, groups: Sequence[Group]) -> Iterator[Stmt]:
         streamed = [g for g in groups if id(g[0]) in self.participations]
         self.adding = self.contractions.made_last(streamed)
         ahead = [*self.issued_ahead(groups)]

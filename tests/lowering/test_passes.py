@@ -156,6 +156,9 @@ def test_an_error_at_the_end_names_the_pass_that_made_it() -> None:
     try:
         with pytest.raises(errors.VerifyError, match="after cutting"):
             run_passes(program, (Cutting(), Last()))
+        # Before any pass, it is not verified by itself.
+        with pytest.raises(errors.VerifyError, match="after build"):
+            run_passes(Cutting().apply(program), (Last(),))
     finally:
         VERIFIES_EACH.reset(token)
 
