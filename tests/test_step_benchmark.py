@@ -21,6 +21,7 @@ from benchmarks.axes import along_tp
 from benchmarks.step import (
     __main__ as command,
     arms,
+    found,
     measure,
     page,
     programs,
@@ -223,3 +224,15 @@ def test_when_one_process_fails_the_others_are_ended(
     assert time.monotonic() - start < 300
     with pytest.raises(ValueError, match="4 devices cannot be shared equally by 3"):
         launch.start("one_fails", [], processes=3, devices=4)
+
+
+def test_part_of_a_stream_is_found_where_the_whole_of_it_loses() -> None:
+    """As in both passes of a layer: the MLP's loop loses, and attention's gain."""
+    (both,) = (
+        each
+        for each in found.layers(["8b"], along_tp(4))
+        if each.name == "layer/8b/2048, both passes"
+    )
+    times = found.times(both)
+    assert times.found <= found.MOST * times.marked
+    assert times.found < times.off

@@ -11,6 +11,7 @@ from jhost.lowering.cost.evaluator import Evaluator, Predictions
 from jhost.lowering.cost.outcomes import Outcome, chunks_of, gain_of, ranking_text
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.rows_of_layers import blocks_apart
 from jhost.lowering.cost.sections import Section, Sections
 from jhost.lowering.cost.stream_bounds import least_gain, seconds_of_transfer
 from jhost.lowering.ir.bodies import adds_up, all_marks, has_loops
@@ -99,6 +100,16 @@ class FoundStreamsChoice:
         else:
             self.lost.add(self.weighed_in(stream))
             self.leave(stream, before, outcomes)
+            if best - plain.seconds <= self.most_won_back(stream, plain, layers):
+                self.choose_parts(stream)
+
+    def choose_parts(self, stream: FoundStream) -> None:
+        """Choose for each block of a stream that lost as a whole, but by little."""
+        *others, whole = self.left
+        for part in blocks_apart(stream):
+            self.choose(part)
+        gains = any(mark.numbers in self.chosen for mark in stream.every_mark)
+        self.left = others if gains else [*others, whole]
 
     def without(self, stream: FoundStream, plain: Outcome) -> Outcome:
         """The outcome without a loop; what has other loops may lie better with them."""

@@ -35,6 +35,17 @@ def rows_apart(stream: FoundStream, seconds: Sequence[float]) -> list[FoundStrea
     return [_part(stream, part, work(part) / every) for part in parts]
 
 
+def blocks_apart(stream: FoundStream) -> list[FoundStream]:
+    """The parts of a stream for each block; none if it has only one."""
+    blocks: dict[int, list[MarksAlike]] = {}
+    for group in stream.marks:
+        blocks.setdefault(stream.blocks[group[0].buffer], []).append(group)
+    if len(blocks) < 2:
+        return []
+    share = 1 / len(stream.marks)
+    return [_part(stream, tuple(b), len(b) * share) for b in blocks.values()]
+
+
 def _part(
     stream: FoundStream, marks: tuple[MarksAlike, ...], share: float
 ) -> FoundStream:

@@ -8,7 +8,7 @@ transformer, are in one stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from jhost.lowering.ir.derived import derived
@@ -137,6 +137,7 @@ class _StreamSearch:
         # transfer on.
         marked = sorted(every if spared else led_to)
         marks = marks_of(marked, parts, self.graph, bool(spared))
+        blocks = self.blocks(marks, parts)
         return FoundStream(
             marks=grouped(marks, self.graph, self.seconds),
             moved=frozenset(map(self.name, moved)),
@@ -146,7 +147,28 @@ class _StreamSearch:
             beside=self.sum([*every]),
             place=place,
             nodes={mark.buffer: n for n, mark in marks.items()},
+            blocks={mark.buffer: blocks[n] for n, mark in marks.items()},
         )
+
+    def blocks(self, works: Iterable[int], parts: Parts) -> Mapping[int, int]:
+        """For each node, the first of the works that no transfer parts from it."""
+        block: dict[int, int] = {}
+        for work in works:
+            waiting = [] if work in block else [work]
+            block.setdefault(work, work)
+            for each in waiting:
+                new = {
+                    n
+                    for forward in (True, False)
+                    for n in self.graph.next_to(each, forward)
+                    if n in parts and n not in block and not self.is_transfer(n)
+                }
+                block |= dict.fromkeys(new, work)
+                waiting += new
+        return block
+
+    def is_transfer(self, number: int) -> bool:
+        return isinstance(self.graph[number].stmt, Communicate)
 
     def place(self, parts: Parts, number: int) -> int:
         """The position of the dim in an operand of a node; -1 for the last."""

@@ -24,6 +24,8 @@ class FoundStream:
         beside: the seconds of the products that work on rows of the dim.
         place: orders dims: later dims are higher, but the last dim is lowest.
         nodes: for each marked value, the contraction that the mark is there for.
+        blocks: for each marked value, the first such contraction that no transfer
+            parts from its own; loops work on blocks.
     """
 
     marks: tuple[tuple[StreamChoice, ...], ...]
@@ -34,6 +36,7 @@ class FoundStream:
     beside: float
     place: int
     nodes: Mapping[str, int]
+    blocks: Mapping[str, int]
 
     @property
     def every_mark(self) -> list[StreamChoice]:
