@@ -18,10 +18,14 @@ from jhost.lowering.layouts.kinds import Kinds
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
+    FLOPS_PER_TOUCHED_BYTE,
     NOTHING,
     ReshardCosts,
     TransferBytes,
 )
+
+_MUCH = 1 << 16
+"""Fewer bytes are rearranged in no time, but a transfer more takes time to begin."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,11 +171,24 @@ class AssignmentEffects:
 
     def flops(self, op: Operation, assignment: Assignment) -> int:
         """The work of a device, in all iterations."""
-        if not op.flops:
+        work = op.flops or self.rearranging(op)
+        if not work:
             return 0
         axes = [axis for axes in assignment for axis in axes]
         times = self.costs.times(op.outs[0])
-        return times * op.flops // axes_size(axes, self.costs.mesh)
+        return times * work // axes_size(axes, self.costs.mesh)
+
+    def rearranging(self, op: Operation) -> int:
+        """The work of elements that come to other places: each is read and written.
+
+        The memory for them counts as much again: what is gathered to be rearranged is
+        held beside what is made of it.
+        """
+        if not op.windows and op.joined is None:
+            return 0
+        buffer = self.costs.buffers[op.outs[0]]
+        size = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+        return 0 if size < _MUCH else 4 * size * FLOPS_PER_TOUCHED_BYTE
 
     def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
         """The layout wanted of an operand.

@@ -71,6 +71,9 @@ _FLOPS_PER_BYTE = 2048
 An H100 does about 700 TFLOP/s in bfloat16, and receives 350 GB/s from its neighbours.
 """
 
+FLOPS_PER_TOUCHED_BYTE = 208
+"""The operations that it does while it reads or writes a byte of its memory."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutCost:

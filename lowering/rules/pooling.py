@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from jhost._jax import aval_of
+from jhost._jax import aval_of, close
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
@@ -147,7 +147,7 @@ def _skipping(
 ) -> list[Any]:
     """A reduction by the user's function of the elements whose last value is true."""
     params = {**eqn.params, **changed}
-    function = jaxpr_as_fun(ClosedJaxpr(params.pop("jaxpr"), params.pop("consts")))
+    function = jaxpr_as_fun(close(params.pop("jaxpr"), params.pop("consts")))
 
     def combine(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
         (*ones, here), (*others, there) = left, right

@@ -119,6 +119,8 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     ("fun", "out"),
     [
         (lambda x: jnp.roll(x, 1, 0), P(("a", "b"))),
+        (lambda x: jnp.roll(x, 1, 0), P()),
+        (lambda x: x[::-1], P()),
         (pulled(difference), P(("a", "b"))),
         (pulled(convolved), P(("a", "b"))),
         (spread, P(("a", "b"))),
@@ -152,7 +154,8 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (a_row_each(lambda x: x.at[jnp.int32(x[0, 0])].set(x[7])), P(("a", "b"))),
     ],
     ids=[
-        "roll", "difference", "conv", "spread", "spread, pulled",
+        "roll", "rolled whole", "reversed whole",
+        "difference", "conv", "spread", "spread, pulled",
         "last", "slice", "sort", "sorts", "argmax", "by kernel",
         "joined", "tiled", "tiled in two dims", "three joined", "three joined, pulled",
         "five joined", "tiled beside, pulled", "pooled", "pooled by a function",

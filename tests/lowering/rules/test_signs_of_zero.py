@@ -122,7 +122,8 @@ def test_pools_have_them(
     combine, begin = POOLS[kind]
     rng = np.random.default_rng(0)
     x, cotangents = (
-        jnp.asarray(rng.choice(np.float32([-0.0, 1, -1]), (4, 8))) for _ in range(2)
+        jnp.asarray(rng.choice(np.array([-0.0, 1, -1], np.float32), (4, 8)))
+        for _ in range(2)
     )
 
     def pool(x: Any) -> Any:
