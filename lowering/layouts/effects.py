@@ -187,7 +187,7 @@ class AssignmentEffects:
         if not op.windows and op.joined is None:
             return 0
         buffer = self.costs.buffers[op.outs[0]]
-        size = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+        size = size_in_bytes(buffer.shape, buffer.dtype)
         return 0 if size < _MUCH else 4 * size * FLOPS_PER_TOUCHED_BYTE
 
     def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
