@@ -104,6 +104,27 @@ def test_an_all_to_all_stands_beside_work_that_does_not_need_it() -> None:
     assert waits_behind(program)[0] == 2
 
 
+def test_what_an_update_makes_of_its_state_waits_with_it() -> None:
+    """Made before, the decayed momentum would be written to memory and read again."""
+
+    def step(x: jax.Array, w: jax.Array, v: jax.Array, momentum: jax.Array) -> Any:
+        decayed = momentum * 3
+        g, h = jax.grad(lambda w, v: layer(layer(x, w), v).sum(), (0, 1))(w, v)
+        return decayed + g, layer(h, h)
+
+    specs = (P("dp"), P(), P(), P()), (P(), P())
+    with sums.moving("collective"):
+        program = exact(step, *operands(8, 3, 4), **on({"dp": 2}, *specs))
+    body = [*walk(program.body)]
+    last = max(n for n, stmt in enumerate(body) if isinstance(stmt, Wait))
+    (reader,) = (
+        n
+        for n, stmt in enumerate(body)
+        if isinstance(stmt, Compute) and "momentum" in {b.name for b in stmt.ins}
+    )
+    assert reader > last
+
+
 @each_way
 def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(
     way: TransferForm,
