@@ -246,7 +246,7 @@ def test_a_moving_average(begin: int, times: list[int]) -> None:
 
     def average(xs: jax.Array) -> jax.Array:
         def mix(held: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-            return held * 2 + jnp.sum(x, axis=0), None
+            return held / 2 + jnp.sum(x, axis=0), None
 
         return lax.scan(mix, jnp.full(8, float(begin)), xs)[0]
 

@@ -123,7 +123,7 @@ def delayed(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     It is the only one of these passes that drops remarks.
     """
     x, (w, v) = jhost.shard(x, P(None, "tp")), (jhost.shard(m, ROWS) for m in (w, v))
-    return jhost.shard(x @ w + 2 * (x @ v), ROWS)
+    return jhost.shard(x @ w + x @ v / 2, ROWS)
 
 
 def test_a_program_with_one_more_remark_is_not_lowered_again() -> None:
