@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
-from jhost._jax import aval_of, close
+from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
@@ -23,8 +23,14 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reads import WindowReads
-from jhost.lowering.rules.reducers import Reducer, from_zero, identity
+from jhost.lowering.rules.reducers import (
+    Reducer,
+    from_zero,
+    has_identity,
+    identity,
+)
 from jhost.lowering.rules.registry import rule
+from jhost.lowering.rules.skipped_places import skipping
 from jhost.lowering.rules.windows import (
     elements_of,
     is_whole,
@@ -56,7 +62,8 @@ def windows(eqn: JaxprEqn) -> DimRule:
     """A dim that a window slides over is read in windows.
 
     XLA skips places without an element.  A value that changes nothing stands there.
-    For a function of the user's there is none, so each element says that it is one.
+    Where there is none, as for a function of the user's, each element says that it is
+    one.
     """
     (first, *_), result = eqn.invars, shape_of(eqn.outvars[0])
     factors, fills = Factors(), _fills(eqn)
@@ -106,14 +113,12 @@ def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
 
 def _fills(eqn: JaxprEqn) -> Sequence[Any]:
     """For each operand, the value that changes nothing; None if it is not known."""
-    dtypes = [aval_of(v).dtype for v in eqn.invars]
     if eqn.primitive.name == "select_and_gather_add":
-        extreme = "max" if eqn.params["select_prim"].name == "ge" else "min"
-        return [np.zeros((), dtypes[0])[()], identity(extreme, dtypes[1])]
-    reducer = _reducer(eqn)
-    if reducer is None:
+        return [None, None]  # what comes behind NaN is taken, whatever it is
+    reducer, dtype = _reducer(eqn), aval_of(eqn.invars[0]).dtype
+    if reducer is None or not has_identity(reducer, dtype):
         return [None] * (len(eqn.invars) // 2)  # the others are initial values
-    return [identity(reducer, dtypes[0])]
+    return [identity(reducer, dtype)]
 
 
 def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
@@ -136,31 +141,10 @@ def _rebind(dims: Dims, fills: Sequence[Any]) -> Rebind:
             ]
         changed = {"padding": tuple(padding), "base_dilation": tuple(dilation)}
         if skips:
-            return _skipping(eqn, operands, [*initial, np.True_], changed)
+            return skipping(eqn, operands, initial, changed)
         return bind(eqn, [*operands, *initial], **changed)
 
     return rebind
-
-
-def _skipping(
-    eqn: JaxprEqn, operands: Sequence[Any], initial: Sequence[Any], changed: Any
-) -> list[Any]:
-    """A reduction by the user's function of the elements whose last value is true."""
-    params = {**eqn.params, **changed}
-    function = jaxpr_as_fun(close(params.pop("jaxpr"), params.pop("consts")))
-
-    def combine(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-        (*ones, here), (*others, there) = left, right
-        made = [
-            lax.select(here, lax.select(there, both, one), other)
-            for both, one, other in zip(
-                function(*ones, *others), ones, others, strict=True
-            )
-        ]
-        return [*made, lax.bitwise_or(here, there)]
-
-    *results, _ = lax.reduce_window([*operands], [*initial], combine, **params)
-    return results
 
 
 # --- The gradient of a maximum in windows ------------------------------------ #

@@ -62,6 +62,17 @@ def identity(reducer: Reducer, dtype: np.dtype) -> Any:
     return np.asarray(value).astype(dtype)[()]
 
 
+def has_identity(reducer: Reducer, dtype: np.dtype) -> bool:
+    """Whether `identity` changes no value at all.
+
+    float8_e8m0fnu has no 0.  Of complex numbers, 1 times inf is inf + NaN i, and a
+    maximum compares real parts first, so that NaN loses.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return reducer == "sum"
+    return reducer != "sum" or dtype != jnp.float8_e8m0fnu
+
+
 def from_zero(x: Any) -> Any:
     """`x` as a sum that begins with 0 gives it, so never -0.0.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -96,6 +97,32 @@ def test_a_kernel_as_large_as_the_operand_is_summed_over(check_rule: CheckRule) 
     rule = rule_of(eqn)
     (factor,) = rule.windowed
     assert rule.reducers[factor] == "sum"
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_nothing_stands_for_padding_that_would_change_a_value(
+    dilation: int, check_rule: CheckRule
+) -> None:
+    """A maximum's derivative takes what is behind NaN; 1 (inf + i) is inf + NaN i."""
+
+    def reduced(x: Any, combine: Any, begin: Any) -> Any:
+        padding, spread = ((2, 3),), (dilation,)
+        begun = np.asarray(begin, x.dtype)[()]
+        return lax.reduce_window(x, begun, combine, (3,), (1,), padding, spread)
+
+    x, numbers = integers(10), np.arange(10) + np.ones(10, np.complex64)
+    x[[0, 4, 9]] = np.nan
+    numbers[[0, 4, 9]] = complex(np.inf, 1), complex(np.nan, 2), complex(np.inf, -0.0)
+    scales = (2.0 ** integers(10)).astype(jnp.float8_e8m0fnu)
+    tangents = np.arange(10, dtype=x.dtype)
+    check_rule(
+        lambda x, t: jax.jvp(lambda x: reduced(x, lax.max, -np.inf), (x,), (t,)),
+        x,
+        tangents,
+    )
+    check_rule(lambda x: reduced(x, lax.mul, 1), numbers)
+    check_rule(lambda x: reduced(x, lax.max, 0), numbers)
+    check_rule(lambda x: reduced(x, lax.add, 1), scales)
 
 
 @pytest.mark.parametrize(("window", "stride"), [(3, 2), (2, 3)])
