@@ -22,8 +22,9 @@ from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.index import Index, Rank, ranks
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
+from jhost.lowering.rules.dim_rule import FactorDim
 from jhost.lowering.schedule.permutes import part_of
-from jhost.lowering.units.make import barrier_of, on_buffers, type_of
+from jhost.lowering.units.make import barrier_of, on_part, type_of
 
 
 def products_in_parts(program: Program, rates: Rates | None) -> Program:
@@ -114,7 +115,8 @@ class ProductsInParts:
             ins, size = [*stmt.ins], out.shape[part.dim]
             read = part_of(ins[number], dim, part.index, size, self.names)
             ins[number] = read.out
-            unit = on_buffers(stmt.unit, ins, [out])
+            count = part.source.shape[part.dim] // size
+            unit = on_part(stmt.unit, _followed(stmt, part), count)
             yield read
             yield dataclasses.replace(stmt, unit=unit, ins=tuple(ins), outs=(out,))
         # Or XLA makes the part that stays much later, and keeps the operands for it.
@@ -145,10 +147,17 @@ def _cut(stmt: ir.Compute, parts: Sequence[ir.Select]) -> tuple[int, int] | None
     size = sum(part.out.shape[first.dim] for part in parts)
     if not (others and alike and size == first.source.shape[first.dim]):
         return None
-    factor = each.rule.results[0][first.dim]
+    factor = _followed(stmt, first)
     follow = [
         (number, dims.index(factor))
         for number, dims in enumerate(each.rule.operands)
         if factor in dims
     ]
     return follow[0] if len(follow) == 1 else None
+
+
+def _followed(stmt: ir.Compute, part: ir.Select) -> FactorDim:
+    """What the dim of a product's result follows that a part is taken of."""
+    followed = stmt.unit.eqns[0].rule.results[0][part.dim]
+    assert followed is not None, "each dim of a product follows one of an operand"
+    return followed

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost._jax import aval_of, cached, fresh_var
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.statements import Buffer, Compute, Dim, Unit, UnitEqn
+from jhost.lowering.rules.dim_rule import Dims, FactorDim
 from jhost.lowering.rules.table import rule_of
 
 
@@ -28,25 +29,32 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any, **params: Any) -> U
     return with_own_variables(dataclasses.replace(unit, name=name))
 
 
-def on_buffers(unit: Unit, ins: Sequence[Buffer], outs: Sequence[Buffer]) -> Unit:
-    """The unit of one equation on buffers of other shapes.
+def on_part(unit: Unit, dim: FactorDim, count: int) -> Unit:
+    """The unit of one equation on one of `count` parts of what follows `dim`.
 
     The equation's params must say nothing about shapes.
     """
     (each,) = unit.eqns
-    known: dict[Var, Var] = {
-        var: fresh_var(type_of(buffer))
-        for var, buffer in zip(
-            (*unit.invars, *unit.outvars), (*ins, *outs), strict=True
+    eqn, rule = each.eqn, each.rule
+    known = {
+        var: fresh_var(_part_type(aval_of(var), dims, dim, count))
+        for var, dims in zip(
+            (*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True
         )
+        if isinstance(var, Var)
     }
-    eqn = _copied_eqn(each.eqn, known)
-    rule = rule_of(eqn)
-    one = UnitEqn(eqn=eqn, rule=rule, axes=((),) * len(rule.sizes))
+    eqn = _copied_eqn(eqn, known)
+    # Still spread over the mesh: a sum of one term has another zero than one of many.
+    one = dataclasses.replace(each, eqn=eqn, rule=rule_of(eqn))
     invars, outvars = ([known[v] for v in each] for each in (unit.invars, unit.outvars))
     return dataclasses.replace(
         unit, eqns=(one,), invars=tuple(invars), outvars=tuple(outvars)
     )
+
+
+def _part_type(aval: Any, dims: Dims, dim: FactorDim, count: int) -> Any:
+    sizes = zip(aval.shape, dims, strict=True)
+    return aval.update(shape=tuple(n // count if d == dim else n for n, d in sizes))
 
 
 def barrier_of(name: str, *avals: Any) -> Unit:

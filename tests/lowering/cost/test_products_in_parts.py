@@ -7,6 +7,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -91,3 +92,18 @@ def test_parts_have_the_same_elements(gains: bool) -> None:
     ):
         program = exact(gradients_of(layers), x, *weights, **how)
     assert ((4, 1) in products(program)) == gains
+
+
+def test_a_zero_has_the_sign_of_a_sum_of_all_rows() -> None:
+    """Each device has one row, and XLA takes one term, which is -0.0, for its sum."""
+    rows = np.full((DEVICES, 4), -1, np.float32), np.zeros((DEVICES, 4), np.float32)
+    how = on({"fsdp": DEVICES}, P("fsdp"), P("fsdp"))
+    with sums.by_permutes(), mock.patch.object(ProductsInParts, "gains", _always):
+        lowered = jhost.jit(gradient, **how).lower(*rows, np.eye(4, dtype=np.float32))
+    assert (1, 4) in products(lowered.host_ir)
+    total, _ = lowered.compile()(*rows, np.eye(4, dtype=np.float32))
+    assert not np.signbit(total).any()
+
+
+def _always(*_: Any) -> bool:
+    return True
