@@ -85,7 +85,7 @@ def not_rolled(x: Array, few: Array) -> Array:
 
 @pytest.mark.parametrize("pipeline", ["p2p", "collective"])
 @pytest.mark.parametrize(("mix", "rows"), [(joined, 29), (not_rolled, 32)])
-def test_no_chunk_is_joined(mix: Mix, rows: int, pipeline: str) -> None:
+def test_no_chunk_is_joined(mix: Mix, rows: int, pipeline: Any) -> None:
     """An operand has all rows that the result has, with padding or by itself."""
 
     def f(x: Array, up: Array, few: Array, down: Array) -> Array:
