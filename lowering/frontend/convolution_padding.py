@@ -73,6 +73,10 @@ class _PaddingWriter:
         apart = eqn.params["lhs_dilation"]
         spec, _, _ = eqn.params["dimension_numbers"]
         widths = [(int(low), int(high)) for low, high, _ in config]
+        # XLA leaves these apart, too: among gaps, it multiplies zeros by NaN in a
+        # kernel, but no padding.
+        if any(any(widths[d]) and n != 1 for d, n in zip(spec[2:], apart, strict=True)):
+            return eqn
         inner = eqn.replace(invars=[pad.invars[0], *others])
         made = _with_more(inner, spec, widths, apart)
         return eqn if made is None else self.padded(made)
@@ -85,12 +89,11 @@ class _PaddingWriter:
         made = self.convolutions.get(source)
         if made is None or any(n != 1 for n in params["strides"] or ()):
             return eqn
-        ends = zip(
-            params["start_indices"],
-            params["limit_indices"],
-            shape_of(source),
-            strict=True,
-        )
+        starts, limits = params["start_indices"], params["limit_indices"]
+        ends = [*zip(starts, limits, shape_of(source), strict=True)]
+        # JAX refuses a convolution that has less than nothing to read.
+        if any(start == limit for start, limit, _ in ends):
+            return eqn
         widths = [(-int(start), int(limit) - size) for start, limit, size in ends]
         _, _, spec = made.params["dimension_numbers"]
         inner = made.replace(outvars=eqn.outvars)

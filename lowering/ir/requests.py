@@ -135,7 +135,7 @@ def merge_marks(first: _Stream, second: _Stream) -> _Stream | None:
         if len(asked) > 1:
             return None
         merged[wish] = asked.pop() if asked else None
-        if all(wish in mark.wished for mark in saying):
+        if saying and all(wish in mark.wished for mark in saying):
             wished.append(wish)
     lines = tuple(dict.fromkeys((*first.lines, *second.lines)))
     # The reason for a choice goes with the choice.

@@ -75,6 +75,10 @@ def far_reads(stmt: Compute, factor: int) -> str:
         return reads_others(stmt, "and a device has only a part of the dim")
     if unit_eqn.rule.reducers[factor] is not None:
         return reads_others(stmt, "and reduces over all of them")
+    joined = unit_eqn.rule.joined
+    # Devices exchange what is joined, all of it at once: see `JoinedReads`.
+    if joined is not None and joined.factor == factor:
+        return reads_others(stmt)
     steps = unit_eqn.rule.sizes[factor]
     for operand, dim, reads in _windows(stmt, factor):
         if reads.stride < 0:

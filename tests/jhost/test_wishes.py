@@ -169,3 +169,20 @@ def test_a_comparison_asks_that_some_stream_has_the_pipeline(
         testing.assert_equals_plain(
             columns, X, pipelines=["p2p"], meshes=[settings["mesh"]]
         )
+
+
+def test_what_no_mark_says_is_no_wish_of_the_function(make_mesh: MakeMesh) -> None:
+    """Two marks of one stream, which could never be left open again."""
+
+    def f(x: jax.Array, up: jax.Array) -> jax.Array:
+        y = jhost.stream(jhost.shard(x @ up, P(None, "tp")), 0, chunks=2)
+        while len(y) > 1:
+            y = jnp.maximum(y[:-1:2], y[1::2])
+        return y
+
+    def both(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.jvp(f, args, args)
+
+    lowered = jhost.jit(both, mesh=make_mesh((2,), ("tp",)), in_shardings=SPECS[:2])
+    with pytest.raises(errors.ChunksError, match="2 chunks"):
+        lowered.lower(X, UP)

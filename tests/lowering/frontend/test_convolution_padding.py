@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
@@ -95,6 +96,28 @@ def kept(x: Array, kernel: Array) -> Array:
 def test_a_convolution_pads_and_cuts_by_itself(fun: Fun, found: list[str]) -> None:
     assert windows(fun) == found
     exact(fun, *ARGS, **tp(2, (P(None, "tp"), P()), None))
+
+
+def around_gaps(x: Array, kernel: Array) -> Array:
+    """The rows have gaps between them, the columns have none."""
+    x = padded(x, (1, 2), (1, 0))
+    return convolution(x, kernel[:1], padding=[(0, 0)] * 2, lhs_dilation=(2, 1))
+
+
+def of_nothing(x: Array, kernel: Array) -> Array:
+    return around_gaps(x[:, :0], kernel)
+
+
+def nothing_left(x: Array, kernel: Array) -> Array:
+    return convolution(x, kernel[:2], window_strides=(3, 1))[:, 2:2]
+
+
+@pytest.mark.parametrize("fun", [around_gaps, of_nothing, nothing_left])
+def test_gaps_and_nothing_are_left_as_they_are(fun: Fun) -> None:
+    x, kernel = ARGS
+    # A row of zeros becomes NaN by it.
+    kernel = np.where(np.arange(5) == 1, np.float32("nan"), kernel)
+    exact(fun, x, kernel, **tp(2, (P(None, None, "tp"), P()), None))
 
 
 @st.composite

@@ -74,6 +74,27 @@ def added(at: int) -> Mix:
     return mix
 
 
+def joined(x: Array, few: Array) -> Array:
+    """Three rows more, of another array."""
+    return jnp.concatenate([x, few[:3]])
+
+
+def not_rolled(x: Array, few: Array) -> Array:
+    return jnp.roll(x, 0, axis=0)
+
+
+@pytest.mark.parametrize("pipeline", ["p2p", "collective"])
+@pytest.mark.parametrize(("mix", "rows"), [(joined, 29), (not_rolled, 32)])
+def test_no_chunk_is_joined(mix: Mix, rows: int, pipeline: Any) -> None:
+    """An operand has all rows that the result has, with padding or by itself."""
+
+    def f(x: Array, up: Array, few: Array, down: Array) -> Array:
+        y = jhost.stream(x[:rows] @ up + 1, 0, pipeline=pipeline, chunks=4)
+        return mix(jhost.shard(y, P(None, "tp")), few) @ down
+
+    exact(f, *args(), **tp(4, INS, P("tp")))
+
+
 @pytest.mark.parametrize(
     ("mix", "rows"),
     [(longer(0, 3), 29), (longer(0, 1), 31), (apart(0, 1), 32), (added(14), 32)],
