@@ -128,8 +128,9 @@ def _quotient(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 def _number(atom: Atom) -> float:
     """A real literal's value; NaN, which fails all comparisons, of other atoms."""
-    known = isinstance(atom, Literal) and np.isrealobj(atom.val)
-    return float(atom.val) if known and not np.ndim(atom.val) else math.nan
+    if not isinstance(atom, Literal) or np.ndim(atom.val) or np.iscomplexobj(atom.val):
+        return math.nan
+    return float(atom.val)
 
 
 def _negation(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
