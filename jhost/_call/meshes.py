@@ -83,14 +83,17 @@ def meshes_in(jaxpr: Any, around: str = NO_LINE) -> Iterator[tuple[AnyMesh, str]
         line = around if line == NO_LINE else line
         if mesh is not None and not mesh.empty:
             yield mesh, line
-        if not _has_all_inside(eqn):
+        if not _ends_search(eqn):
             for inner in jaxprs_in_params(eqn.params):
                 yield from meshes_in(inner, line)
 
 
-def _has_all_inside(eqn: JaxprEqn) -> bool:
-    """Whether its mesh is also that of what is inside of it, or axes are manual."""
-    # A jhost function has compared the devices of its mesh with those inside.
+def _ends_search(eqn: JaxprEqn) -> bool:
+    """Whether the meshes inside of an equation need not be compared.
+
+    The axes inside a `shard_map` are manual.  A jhost function with a mesh has compared
+    what is inside of it already.
+    """
     compared = eqn.primitive.name == "jhost" and isinstance(_mesh_of(eqn), Mesh)
     return compared or eqn.primitive.name == "shard_map"
 

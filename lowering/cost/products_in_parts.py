@@ -94,7 +94,7 @@ class ProductsInParts:
     def gains(
         self, stmt: ir.Compute, parts: Sequence[ir.Select], made: Sequence[ir.Stmt]
     ) -> bool:
-        """Whether what is `made` instead of a product takes less time."""
+        """Whether the statements `made` take less time than the product and copies."""
         if self.rates is None:
             return False
         # The device's own part is added from where it is.

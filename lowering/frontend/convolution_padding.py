@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
+from jhost.lowering.frontend.known_scalars import KnownScalars
 from jhost.lowering.rules.dim_rule import shape_of
 
 _MoreElements: TypeAlias = Sequence[tuple[int, int]]
@@ -41,27 +41,20 @@ class _PaddingWriter:
         every = (v for eqn in flat.eqns for v in eqn.invars)
         self.reads = Counter(v for v in every if isinstance(v, Var))
         self.reads.update(flat.outvars)
-        self.zeros: set[Var] = set()
+        self.scalars = KnownScalars()
         self.pads: dict[Var, JaxprEqn] = {}
         self.convolutions: dict[Var, JaxprEqn] = {}
 
     def equation(self, eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
-        if name == "convert_element_type" and self.is_zero(eqn.invars[0]):
-            self.zeros.update(eqn.outvars)
-        elif name == "pad" and self.is_zero(eqn.invars[1]) and _only_adds(eqn):
+        self.scalars.see(eqn)
+        if name == "pad" and self.scalars.is_zero(eqn.invars[1]) and _only_adds(eqn):
             self.pads[eqn.outvars[0]] = eqn
         elif name == "slice" or _is_convolution(eqn):
             eqn = self.cut(eqn) if name == "slice" else self.padded(eqn)
             if _is_convolution(eqn):
                 self.convolutions[eqn.outvars[0]] = eqn
         return eqn
-
-    def is_zero(self, value: Any) -> bool:
-        if isinstance(value, Literal):
-            # By bits: -0.0 is another number.
-            return not any(np.asarray(value.val).tobytes())
-        return value in self.zeros
 
     def padded(self, eqn: JaxprEqn) -> JaxprEqn:
         """A convolution, of what was padded for it if it can pad that itself."""

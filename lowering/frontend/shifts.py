@@ -11,20 +11,18 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of, fresh_var, new_eqn
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
+from jhost.lowering.frontend.known_scalars import KnownScalars, Scalar
 from jhost.lowering.frontend.static_slices import as_slices, slice_of
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.rotate import plus_zero_p, rotate_p
 from jhost.lowering.rules.windows import has_windows
-
-_Fill: TypeAlias = Var | Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class _Shifted:
     stop: int
     before: int = 0
     after: int = 0
-    fill: _Fill | None = None
+    fill: Scalar | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -58,8 +56,8 @@ def with_shifts(flat: FlatJaxpr) -> FlatJaxpr:
 class _ShiftWriter:
     def __init__(self) -> None:
         self.shifted: dict[Var, _Shifted] = {}
-        self.fills: dict[Var, _Fill] = {}
-        self.makers: dict[Var, JaxprEqn] = {}
+        self.fills: dict[Var, Scalar] = {}
+        self.scalars = KnownScalars()
 
     def equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """An equation, or the one or two that do what it and those before it do."""
@@ -69,10 +67,9 @@ class _ShiftWriter:
 
     def equation(self, eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
+        self.scalars.see(eqn)
         if name == "broadcast_in_dim" and not shape_of(eqn.invars[0]):
             self.fills[eqn.outvars[0]] = eqn.invars[0]
-        elif name == "convert_element_type":
-            self.makers[eqn.outvars[0]] = eqn
         elif name in ("concatenate", "slice", "pad") and has_windows(eqn):
             moves = name != "concatenate"
             return self.moved(eqn) if moves else self.concatenation(eqn)
@@ -104,7 +101,7 @@ class _ShiftWriter:
         kept_before = max(before.before - then.start, 0)
         kept_after = max(then.stop - before.before - size, 0)
         fill = before.fill if kept_before or kept_after else then.fill
-        if not then.is_cut and not self.same(fill, then.fill):
+        if not then.is_cut and not self.scalars.same(fill, then.fill):
             return None
         return dataclasses.replace(
             before,
@@ -150,13 +147,9 @@ class _ShiftWriter:
         return (
             first.dim == second.dim
             and places == (0, start, left, 0)
-            and self.is_zero(first.fill)
-            and self.is_zero(second.fill)
+            and self.scalars.is_zero(first.fill)
+            and self.scalars.is_zero(second.fill)
         )
-
-    def is_zero(self, fill: _Fill | None) -> bool:
-        known = self.known(fill)
-        return isinstance(known, tuple) and not any(known[1])
 
     def cut(self, part: Any, dim: int) -> _Shifted | None:
         """A part of a concatenation as a slice of something, if it is no fill."""
@@ -175,7 +168,7 @@ class _ShiftWriter:
         fills = [self.fills.get(p) if isinstance(p, Var) else None for p in others]
         if len(places) != 1 or not fills or None in fills:
             return None
-        if not all(self.same(fill, fills[0]) for fill in fills):
+        if not all(self.scalars.same(fill, fills[0]) for fill in fills):
             return None
         (place,) = places
         cut = cuts[place]
@@ -187,23 +180,6 @@ class _ShiftWriter:
             after=sum(sizes[place + 1 :]),
             fill=fills[0],
         )
-
-    def same(self, fill: _Fill | None, other: _Fill | None) -> bool:
-        """Whether two scalars are known to be one, of one dtype."""
-        return fill is other or self.known(fill) == self.known(other)
-
-    def known(self, fill: _Fill | None) -> tuple[str, bytes] | Var | None:
-        """The dtype of a scalar and its value, or the variable that it is."""
-        if isinstance(fill, Var) and fill in self.makers:
-            (operand,) = self.makers[fill].invars
-            dtype = aval_of(fill).dtype
-        else:
-            operand, dtype = fill, None
-        if not isinstance(operand, Literal):
-            return fill if isinstance(fill, Var) else None
-        value = np.asarray(operand.val, aval_of(operand).dtype)
-        # By bits: 0.0 and -0.0 are equal numbers, and a NaN equals nothing.
-        return str(dtype or value.dtype), value.astype(dtype or value.dtype).tobytes()
 
     def written(self, shifted: _Shifted, eqn: JaxprEqn) -> JaxprEqn:
         """The equation that makes `shifted`, if it is one slice or one pad."""

@@ -181,8 +181,8 @@ class AssignmentEffects:
     def rearranging(self, op: Operation) -> int:
         """The work of elements that come to other places: each is read and written.
 
-        The memory for them counts as much again: what is gathered to be rearranged is
-        held beside what is made of it.
+        Holding them counts as much again, because the program holds both the gathered
+        value and the rearranged one.
         """
         if not op.windows and op.joined is None:
             return 0

@@ -1,4 +1,4 @@
-"""What is cheaply made of params stands behind the waits before its reader."""
+"""Cheap work on params that waits for the transfers that its reader waits for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jhost.lowering.schedule.cheap import may_go_along
 
 
 def behind_waits(body: Sequence[ir.Stmt], params: set[str]) -> list[ir.Stmt]:
-    """`body` with what is cheaply made of params behind the waits before its reader.
+    """`body` with cheap work on `params` moved behind the waits before its reader.
 
-    In front of them it would be written to memory for the reader, as the decayed
-    moments of an update that waits for a sum.  What a transfer reads stays where it is.
+    In front of the waits, XLA writes its result to memory for the reader.  Behind them,
+    XLA fuses both: the decayed moments of an update that waits for a sum, for example.
+    What a transfer reads stays where it is.
     """
     waits, late = 0, list[ir.Stmt]()
     behind: dict[str, int] = {}

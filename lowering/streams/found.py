@@ -201,7 +201,7 @@ class _StreamSearch:
             if self.is_product_in(each, parts) or self.is_cut_by_loops(each, parts):
                 found.add(each)
                 continue
-            if each != number and isinstance(self.graph[each].stmt, Communicate):
+            if each != number and self.is_transfer(each):
                 continue
             new = [
                 n
