@@ -28,6 +28,7 @@ from jhost._jax import (
 )
 from jhost.lowering.frontend.control_flow import asks_each, only_branch, while_any
 from jhost.lowering.frontend.expansions import expansion, has_expansion
+from jhost.lowering.frontend.idle import hands_on, of_use
 from jhost.lowering.frontend.mapped_sums import reduces_dims, reduction
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
@@ -35,7 +36,7 @@ from jhost.lowering.rules.properties import (
     CONTROL_FLOW,
     IDENTITIES,
     PLAIN_CALLS,
-    called_body,
+    called,
     is_barrier,
     keeps_its_barrier,
 )
@@ -127,6 +128,10 @@ class _Inliner:
         )
 
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        if self.for_programs:
+            args = of_use(eqn, args)
+            if hands_on(eqn, args):
+                return args
         if self.for_programs and asks_each(eqn):
             return self.traced(while_any(eqn), args, eqn)
         if self.for_programs and reduces_dims(eqn):
@@ -150,7 +155,7 @@ class _Inliner:
         # values.
         if keeps_its_barrier(eqn):
             args = self.traced(lax.optimization_barrier, args, eqn)
-        body = called_body(eqn)
+        body, args = called(eqn, args)
         # Now: later its marks look like those of the function around.
         if name == "jhost":
             body = _with_own_settings(body, eqn.params["config"])

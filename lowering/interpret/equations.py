@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jhost._jax import aval_of, cached, evaluate_by, is_array, user_context
 from jhost.lowering.interpret.primitives import EXACT, MOVES, OF_INTEGERS, converts
 from jhost.lowering.rules.dim_rule import bind
-from jhost.lowering.rules.properties import INLINED, called_body
+from jhost.lowering.rules.properties import INLINED, called
 
 Params: TypeAlias = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         return found
     with user_context(eqn):
         if eqn.primitive.name in INLINED:
-            return evaluated(called_body(eqn), args)
+            return evaluated(*called(eqn, args))
         return bind(eqn, args)
 
 

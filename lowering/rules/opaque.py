@@ -30,11 +30,6 @@ opaque(
     "xla_metadata_call",
 )
 opaque(
-    "the solver's matrix is a function that was traced for whole arrays",
-    "custom_linear_solve",
-    "linear_call",
-)
-opaque(
     "it stands for a derivative that JAX has not taken yet",
     "custom_jvp_call_jaxpr",
     "custom_lin",

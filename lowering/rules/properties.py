@@ -5,6 +5,7 @@ Names are those of JAX 0.10 to 0.12.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
@@ -14,9 +15,11 @@ INLINED: frozenset[str] = frozenset(
         "call",
         "closed_call",
         "custom_jvp_call",
+        "custom_linear_solve",
         "custom_vjp_call",
         "eval_jaxpr",
         "jit",
+        "linear_call",
         "remat2",
     }
 )
@@ -52,9 +55,23 @@ CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 def called_body(eqn: JaxprEqn) -> Any:
     """The jaxpr that `eqn` calls, with its consts where it has any."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return eqn.params["jaxprs"].solve
     # Most calls hold a closed jaxpr, `remat2` an open one (JAX 0.10 to 0.12).
     closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
     return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))
+
+
+def called(eqn: JaxprEqn, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that `eqn` calls, and which of `args` that takes."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return called_body(eqn), args
+    # Each of its bodies has consts of its own, in front of the right-hand sides (JAX
+    # 0.10 to 0.12).
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    consts = args[first : first + lengths.solve]
+    return called_body(eqn), [*consts, *args[sum(lengths) :]]
 
 
 def keeps_its_barrier(eqn: JaxprEqn) -> bool:

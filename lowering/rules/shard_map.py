@@ -34,7 +34,7 @@ from jhost.lowering.rules.dim_rule import (
     bind,
     shape_of,
 )
-from jhost.lowering.rules.properties import CALLS, MARKS, called_body, keeps_its_barrier
+from jhost.lowering.rules.properties import CALLS, MARKS, called, keeps_its_barrier
 from jhost.lowering.rules.registry import rule
 
 
@@ -92,7 +92,8 @@ def _in_here(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         return args
     if name in CALLS:
         args = lax.optimization_barrier(args) if keeps_its_barrier(eqn) else args
-        return evaluate_in_place(close(called_body(eqn)), args)
+        body, args = called(eqn, args)
+        return evaluate_in_place(close(body), args)
     return bind_in_place(eqn, args)
 
 

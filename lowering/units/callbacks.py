@@ -21,11 +21,9 @@ from jhost.lowering.rules.properties import (
     CALLBACKS,
     CONTROL_FLOW,
     INLINED,
-    called_body,
+    called,
     has_callback,
 )
-
-_HAS_BODIES = CONTROL_FLOW | {"custom_linear_solve"}
 
 
 def call_once(
@@ -38,7 +36,7 @@ def call_once(
     if eqn.primitive.name in CALLBACKS:
         return _on_first(eqn, args, axes)
     if eqn.primitive.name in INLINED:
-        body = called_body(eqn)
+        body, args = called(eqn, args)
         return _evaluate(body, getattr(body, "consts", ()), args, axes)
     return bind(eqn, args, **_bodies(eqn, axes))
 
@@ -76,9 +74,9 @@ def _from_first(out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def _bodies(eqn: JaxprEqn, axes: tuple[str, ...]) -> dict[str, Any]:
     """The bodies among the parameters, with their callbacks called once.
 
-    `branches` is a tuple of bodies, and a linear solver has a named tuple of them.
+    `branches` is a tuple of bodies.
     """
-    if eqn.primitive.name not in _HAS_BODIES:
+    if eqn.primitive.name not in CONTROL_FLOW:
         return {}
     return {name: _each_once(value, axes) for name, value in eqn.params.items()}
 

@@ -107,6 +107,18 @@ def twice_sin(x: jax.Array) -> jax.Array:
     return jnp.sin(jnp.sin(x))
 
 
+def test_of_a_linear_solve_its_solution_is_inlined() -> None:
+    def f(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.custom_linear_solve(
+            lambda v: a * v, x, lambda _, y: y / (a + b - b), lambda _, y: y / (b + a)
+        )
+
+    assert inlined(f, array(4), array(4), array(4) + 1) == ["add", "sub", "div"]
+    pulled = jax.grad(loss(f))  # by the transposed solution
+    names = inlined(pulled, array(4), array(4) + 1, array(4) + 2)
+    assert names == ["broadcast_in_dim", "add", "div"]
+
+
 def test_remat_is_inlined_without_a_barrier_in_the_forward() -> None:
     assert inlined(jax.checkpoint(twice_sin), array(4)) == ["sin", "sin"]
 
@@ -211,6 +223,16 @@ def test_effects_are_kept() -> None:
     flat = inline_calls(jax.make_jaxpr(f)(array(4)))
     assert flat.eqns[0].primitive.name == "sin"
     assert flat.eqns[1].effects
+
+
+def test_an_empty_piece_and_a_move_to_nowhere_are_left_out() -> None:
+    def f(x: jax.Array) -> list[jax.Array]:
+        empty = lax.slice_in_dim(x, 4, 4)
+        whole = jnp.concatenate([empty, x, empty])
+        joined = jnp.concatenate([x, empty, whole])
+        return jax.device_put([whole, joined, jnp.concatenate([empty, empty])])
+
+    assert inlined(f, array(4)) == ["slice", "concatenate"]
 
 
 # --- Literals ----------------------------------------------------------------------- #

@@ -25,6 +25,8 @@ _COLLECTIVE = re.compile(
 )
 _KEPT_ANYWAY = 8192
 """Bytes: buffers for indices and the like."""
+_MOVED_ANYWAY = 8
+"""Elements: a flag of each device."""
 
 
 def moved(text: str) -> int:
@@ -102,6 +104,20 @@ def chosen(x: Array) -> Array:
     return lax.cond(x[0, 0] > 1, lambda x: x - jnp.max(x, 0), lambda x: x * 2, x)
 
 
+def solved(x: Array) -> Array:
+    """A system of equations in eight numbers of each row."""
+    return jnp.linalg.solve(x.reshape(-1, 8, 8) + 20 * jnp.eye(8), x[:, :8, None])
+
+
+def by_gradients(x: Array) -> Array:
+    """Iterations until each row is near enough."""
+
+    def row(x: Array) -> Array:
+        return jax.scipy.sparse.linalg.cg(lambda v: v * (x**2 + 1), x, maxiter=5)[0]
+
+    return jax.vmap(row)(x)
+
+
 def pulled(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.grad(lambda x: (fun(x) ** 2).sum())
 
@@ -150,6 +166,9 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         (lambda x: jnp.sin(x.reshape(4, -1, 64)), P(None, ("a", "b"))),
         (in_four, P(("a", "b"))),
         (pulled(in_four), P(("a", "b"))),
+        (solved, P(("a", "b"))),
+        (pulled(solved), P(("a", "b"))),
+        (by_gradients, P(("a", "b"))),
         (a_row_each(lambda x: x[3::8]), P()),
         (a_row_each(lambda x: x.at[jnp.int32(x[0, 0])].set(x[7])), P(("a", "b"))),
     ],
@@ -162,6 +181,7 @@ def a_row_each(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
         "pooled by maxima", "pooled by threes", "padded", "behind a row",
         "labelled in a scan, pulled", "branches, pulled", "reflected, pulled",
         "in four", "softmax in four", "softmax in four, pulled",
+        "solved", "solved, pulled", "solved by gradients",
         "far apart, a row a device", "one row written, a row a device",
     ],
 )  # fmt: skip
@@ -174,7 +194,8 @@ def test_no_more_than_twice_is_moved_and_kept(
     plain = jax.jit(fun, in_shardings=on[0], out_shardings=on[1])
     hosted = jhost.jit(fun, mesh=devices, in_shardings=(ins,), out_shardings=out)
     one, other = (each.lower(x).compile() for each in (plain, hosted))
-    assert moved(other.as_text() or "") <= 2 * moved(one.as_text() or "")
+    least, most = (moved(each.as_text() or "") for each in (one, other))
+    assert most <= 2 * least + _MOVED_ANYWAY
     kept: list[Any] = [each.memory_analysis() for each in (one, other)]
     least, most = (each.temp_size_in_bytes for each in kept)
     assert most <= 2 * least + _KEPT_ANYWAY

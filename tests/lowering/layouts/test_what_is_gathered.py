@@ -149,7 +149,6 @@ _REASONS = {
         "the indices of a sparse array",
         "the kernel does not say",
         "the kernel works on whole sequences",
-        "the solver's matrix",
     ),
 }
 """By row: why its primitives have no rule."""

@@ -79,20 +79,26 @@ def joined(x: Array, few: Array) -> Array:
     return jnp.concatenate([x, few[:3]])
 
 
-def not_rolled(x: Array, few: Array) -> Array:
-    return jnp.roll(x, 0, axis=0)
-
-
 @pytest.mark.parametrize("pipeline", ["p2p", "collective"])
-@pytest.mark.parametrize(("mix", "rows"), [(joined, 29), (not_rolled, 32)])
-def test_no_chunk_is_joined(mix: Mix, rows: int, pipeline: Any) -> None:
-    """An operand has all rows that the result has, with padding or by itself."""
+def test_no_chunk_is_joined(pipeline: str) -> None:
+    """An operand has all rows that the result has, with padding."""
 
     def f(x: Array, up: Array, few: Array, down: Array) -> Array:
-        y = jhost.stream(x[:rows] @ up + 1, 0, pipeline=pipeline, chunks=4)
-        return mix(jhost.shard(y, P(None, "tp")), few) @ down
+        y = jhost.stream(x[:29] @ up + 1, 0, pipeline=pipeline, chunks=4)
+        return joined(jhost.shard(y, P(None, "tp")), few) @ down
 
     exact(f, *args(), **tp(4, INS, P("tp")))
+
+
+def test_a_roll_by_nothing_ends_no_stream() -> None:
+    """An empty slice is joined to an array, which is the array."""
+
+    def f(x: Array, up: Array) -> Array:
+        y = jhost.stream(x + 1, 0, pipeline="p2p", chunks=4)
+        return jnp.roll(y, 0, axis=0) @ up
+
+    program = exact(f, *args()[:2], **tp(4, (P("tp"), P()), P()))
+    assert count_loops(program) == 1
 
 
 @pytest.mark.parametrize(
