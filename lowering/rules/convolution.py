@@ -19,8 +19,10 @@ from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import COMBINE, Reducer, sum_of
 from jhost.lowering.rules.registry import rule
 from jhost.lowering.rules.windows import (
+    FinerSteps,
     elements_of,
     empty_ends,
+    finer_steps,
     is_whole,
     reading_dim,
     window_of,
@@ -137,27 +139,33 @@ def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
 def _rebind(
     maps: _ConvolutionMaps, spaces: Sequence[FactorDim | None], groups: int | None
 ) -> Rebind:
-    dims = maps.specs[_LHS][2:], maps.specs[_RHS][2:]
+    dims = [maps.specs[value][2:] for value in (_LHS, _RHS, _OUT)]
     by_dim = dict(zip(dims[_LHS], spaces, strict=True))
     reducer = maps.reducer
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x, kernel), params = args, dict(eqn.params)
         padding, dilation = [*params["padding"]], [*params["lhs_dilation"]]
+        strides, finer = [*params["window_strides"]], dict[int, FinerSteps]()
         x = without_padding(x, [by_dim.get(dim) for dim in range(x.ndim)], shard)
         pairs = [(x, kernel)]
-        for space, (lhs, rhs, mapped) in enumerate(zip(*dims, spaces, strict=True)):
+        for space, (lhs, rhs, out, mapped) in enumerate(
+            zip(*dims, spaces, strict=True)
+        ):
             if is_whole(mapped, shard):
                 continue
             assert mapped is not None
             # Places outside of the dim are multiplied and summed too, so 0 there.
             zero = x.dtype.type(0)
             summed = maps.factors.reducers[mapped.factor] is not None
-            ends = None if summed else empty_ends(mapped, shard)
-            if ends is None:
+            if summed:
                 made, padding[space], dilation[space] = window_of, (0, 0), 1
             else:  # the convolution itself leaves places between the elements
-                made, padding[space] = elements_of, ends
+                made, ends = elements_of, empty_ends(mapped, shard)
+                if ends is None:
+                    steps = finer[out] = finer_steps(mapped, shard)
+                    ends, strides[space] = steps.empty_ends, steps.stride
+                padding[space] = ends
             pairs = [(made(x, lhs, mapped, shard, zero), k) for x, k in pairs]
             if summed:
                 pairs = [
@@ -171,12 +179,17 @@ def _rebind(
             # JAX checks that the groups divide the features that it gets.  Here it gets
             # the features of the part.
             params[name] = shard.size(groups)
-        params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
+        params |= {
+            "padding": tuple(padding),
+            "lhs_dilation": tuple(dilation),
+            "window_strides": tuple(strides),
+        }
         eqn = eqn.replace(params=params)
         made = [rebind_product(eqn, pair, shard) for pair in pairs]
-        return [
-            functools.reduce(COMBINE[reducer], outs) for outs in zip(*made, strict=True)
-        ]
+        outs = [functools.reduce(COMBINE[reducer], o) for o in zip(*made, strict=True)]
+        for dim, steps in finer.items():
+            outs = [steps.wanted(out, dim) for out in outs]
+        return outs
 
     return rebind
 

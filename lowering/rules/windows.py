@@ -7,6 +7,8 @@ padding.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,8 +155,7 @@ def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> A
     if ends is not None:
         return padded(x, dim, value, ends, reads.dilation - 1)
     x = padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
-    step = 0 if shard.parts(mapped.factor) == 1 else first_step(shard, mapped.factor)
-    into = reads.shard(step, count) % reads.dilation
+    into = _places_before(mapped, shard)
     return lax.dynamic_slice_in_dim(x, into, reads.reach(count), axis=dim)
 
 
@@ -167,6 +168,57 @@ def empty_ends(mapped: FactorDim, shard: Shard) -> tuple[int, int] | None:
         return None
     between = (reads.window(count) - 1) * reads.dilation + 1
     return lead, reads.reach(count) - lead - between
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinerSteps:
+    """Steps from the first that any device may want: each wants other ones of them.
+
+    Attributes:
+        empty_ends: the empty places before and behind the window, the same everywhere.
+        stride: how many places further the next step begins.
+        first: the first step that is wanted here.
+        count: how many steps are wanted.
+        each: which of the steps from there on are wanted, counted in steps.
+    """
+
+    empty_ends: tuple[int, int]
+    stride: int
+    first: Any
+    count: int
+    each: int
+
+    def wanted(self, x: Any, dim: int) -> Any:
+        """The steps that are wanted, of all that were made along a dim."""
+        size = (self.count - 1) * self.each + 1
+        x = lax.dynamic_slice_in_dim(x, self.first, size, dim)
+        return lax.slice_in_dim(x, 0, size, self.each, axis=dim)
+
+
+def finer_steps(mapped: FactorDim, shard: Shard) -> FinerSteps:
+    """Steps for devices whose windows begin with different numbers of empty places."""
+    reads, count = mapped.reads, shard.size(mapped.factor)
+    assert reads is not None
+    stride = math.gcd(reads.stride, reads.dilation)
+    first = reads.first % stride
+    into = _places_before(mapped, shard) - first
+    more = reads.dilation - stride + reads.reach(count)
+    between = (reads.window(count) - 1) * reads.dilation + 1
+    return FinerSteps(
+        empty_ends=(-first, first + more - between),
+        stride=stride,
+        first=into // np.int32(stride),
+        count=count,
+        each=reads.stride // stride,
+    )
+
+
+def _places_before(mapped: FactorDim, shard: Shard) -> Any:
+    """How far behind the first element of the window the steps here begin."""
+    reads, count = mapped.reads, shard.size(mapped.factor)
+    assert reads is not None
+    step = 0 if shard.parts(mapped.factor) == 1 else first_step(shard, mapped.factor)
+    return reads.shard(step, count) % reads.dilation
 
 
 def part_of_whole(

@@ -134,6 +134,26 @@ def test_convolutions_get_the_edges_of_their_neighbours(
     assert received(program) == 2 * places * 6
 
 
+@pytest.mark.parametrize(
+    ("positions", "taps", "dilation", "stride"),
+    [(13, 1, 3, 1), (10, 2, 2, 1), (19, 2, 3, 1), (8, 3, 3, 1), (11, 1, 2, 3)],
+)
+def test_a_kernel_without_a_number_meets_no_gap(
+    positions: int, taps: int, dilation: int, stride: int
+) -> None:
+    """Also where the parts of the result begin with different numbers of gaps."""
+    conv = _convolution((0, 0), lhs_dilation=(dilation,), window_strides=(stride,))
+
+    def sharded(x: Array, kernel: Array) -> Array:
+        return conv(jhost.shard(x, SEQUENCE), kernel)
+
+    kernel = np.array(integers(taps, 2, 3), np.float32)
+    kernel[0, 0, 1], kernel[-1, 1, 0], kernel[-1, 0, 2] = np.nan, np.inf, -np.inf
+    x = np.array(integers(2, positions, 2), np.float32)
+    program = exact(sharded, x, kernel, **tp(4, (P(), P()), P()))
+    assert any(made.startswith("AllGather") for made in communications(program))
+
+
 def test_the_gradient_of_a_kernel_is_a_sum_over_devices() -> None:
     conv = _convolution((3, 0))
 
