@@ -13,6 +13,7 @@ from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.requests import merge_choices
 from jhost.lowering.ir.statements import Buffer
+from jhost.lowering.streams.few_steps import ends, within_reach
 from jhost.lowering.streams.found_weights import is_product
 from jhost.lowering.streams.participation import (
     ONE,
@@ -152,8 +153,7 @@ class Propagation:
         self.answers.append(Admitted(stream, steps, count))
         if count is not None:
             self.offered[stream] = max(steps, self.offered.get(stream, steps))
-            has = counted(steps, "step")
-            return f"it has {has}, fewer than the {count} chunks asked for"
+            return too_few(steps, count)
         return part
 
     def common_steps(self, stream: str, part: Participation) -> Fraction:
@@ -257,6 +257,9 @@ class Propagation:
             for number in self.without_whole_steps(mine):
                 uncut[number] = mine.pop(number)
                 del parts[number]
+            if factor is not ONE:
+                for number in self.with_too_few(stream, mine):
+                    del mine[number], parts[number]
             offered = self.offered.get(stream, ONE) / factor
             every = [part.steps for part in mine.values()] or [offered]
             steps = functools.reduce(_gcd, every)
@@ -264,6 +267,30 @@ class Propagation:
         return StreamPlan(
             marks, parts, extents, self.declined, self.pairs, uncut, self.answers
         )
+
+    def with_too_few(self, stream: str, parts: Mapping[int, Participation]) -> set[int]:
+        """The parts that cannot be cut as often as asked, and what only they reach.
+
+        They joined before it was known how many groups a later gather makes.
+        """
+        mark, enough = self.marks[stream], dict[int, Participation]()
+        reasons: dict[int, str] = {}
+        for number, part in parts.items():
+            count = too_few_for(mark, part.steps)
+            self.answers.append(Admitted(stream, part.steps, count))
+            if count is None:
+                enough[number] = part
+            else:
+                reasons[number] = too_few(part.steps, count)
+        # Streams that met have marks on both sides.
+        if not reasons or any(kept == stream for kept, _ in self.pairs):
+            return set()
+        near = within_reach(self.graph, mark.buffer, enough)
+        if not near:
+            return set()
+        for number in ends(self.graph, near, parts):
+            self.declined.setdefault(number, reasons[number])
+        return parts.keys() - near
 
     def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
         """The parts whose steps are no whole number in each group; they are left out.
@@ -282,6 +309,12 @@ class Propagation:
             if reached & {b.name for b in (*node.reads, *node.writes)}:
                 self.declined.setdefault(number, undivided(parts[number].size))
         return left_out
+
+
+def too_few(steps: Fraction, count: int) -> str:
+    """Why a stream ends where there are fewer steps than chunks."""
+    has = counted(steps, "step")
+    return f"it has {has}, fewer than the {count} chunks asked for"
 
 
 def _cuts_seen(node: Node, part: Participation) -> bool:

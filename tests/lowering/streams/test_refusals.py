@@ -20,7 +20,10 @@ from jhost.errors import (
     StreamConflictError,
     StreamDimError,
 )
+from jhost.lowering.explain import count_loops
 from jhost.lowering.ir.remarks import StreamReport
+from tests.lowering.hand_built import integers
+from tests.lowering.on_mesh import exact, tp
 from tests.lowering.traced import WHOLE, array, built, chunk_counts, lowered, remarks
 
 stream = jhost.stream
@@ -115,3 +118,19 @@ def test_marks_stand_in_the_first_program_alone() -> None:
     before = built(lambda x: stream(jnp.sin(x), 0, chunks=2), X)
     assert len(before.marks) == 1
     assert lowered(lambda x: stream(jnp.sin(x), 0, chunks=2), X).marks == ()
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("scan", [lax.cummax, lax.cumsum])
+def test_a_stream_ends_where_a_gather_leaves_fewer_steps_than_chunks(
+    scan: Callable[[Any], Any], chunks: int
+) -> None:
+    """A scan has a block for each device, which is one step in each group of rows."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sin(scan(stream(x @ w, 0, chunks=chunks, pipeline="collective")))
+
+    columns = P(None, "tp")
+    args = integers(32, 8), integers(8, 8)
+    program = exact(f, *args, **tp(4, (P("tp"), columns), columns))
+    assert count_loops(program) == 1
