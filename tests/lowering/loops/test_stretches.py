@@ -80,7 +80,7 @@ def joined(x: Array, few: Array) -> Array:
 
 
 @pytest.mark.parametrize("pipeline", ["p2p", "collective"])
-def test_no_chunk_is_joined(pipeline: str) -> None:
+def test_no_chunk_is_joined(pipeline: Any) -> None:
     """An operand has all rows that the result has, with padding."""
 
     def f(x: Array, up: Array, few: Array, down: Array) -> Array:
