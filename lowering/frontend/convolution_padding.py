@@ -2,8 +2,8 @@
 
 `jnp.pad(x, (3, 0))` and a convolution without padding, as Flax's causal ones, have 259
 rows on the way from 256 to 256, and no mesh divides 259.  The gradient has as many, and
-cuts them.  XLA makes one convolution of such a chain too, but only after layouts are
-decided.
+cuts them.  A concatenation with zeros is a pad by now (`shifts.py`).  XLA makes one
+convolution of such a chain too, but only after layouts are decided.
 """
 
 from __future__ import annotations

@@ -123,9 +123,7 @@ class _ShiftWriter:
         if shifted is None:
             return eqn
         self.shifted[eqn.outvars[0]] = shifted
-        # Of an array and fills it is one equation already.
-        is_one = any(shifted.source is part for part in parts)
-        return eqn if is_one else self.written(shifted, eqn)
+        return self.written(shifted, eqn)
 
     def sum(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Two slices among zeros, added as a `rotate`: the gradient of `jnp.roll`."""

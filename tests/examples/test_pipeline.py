@@ -145,6 +145,12 @@ def test_gradients_of_repeated_stages_are_summed_once(script: dict[str, Any]) ->
             ["--microbatches", "4", "--repeats", "2", "--delay", "--layers", "1"],
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "stage=6", ["--microbatches", "6", "--repeats", "2"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "stage=2,dp=2,tp=2", ["--microbatches", "4"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_llama_in_stages_has_the_loss_and_the_gradients_of_one_without(

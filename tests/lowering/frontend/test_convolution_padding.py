@@ -1,4 +1,4 @@
-"""Convolutions of arrays that are padded with zeros, and slices of their results."""
+"""Convolutions of arrays with zeros around them, and slices of their results."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ def convolution(x: Array, kernel: Array, **more: Any) -> Array:
 
 def padded(x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Array:
     return jnp.pad(x, ((0, 0), rows, columns, (0, 0)))
+
+
+def joined(x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Array:
+    """The same by concatenations with zeros."""
+    for dim, ends in (1, rows), (2, columns):
+        before, after = (
+            jnp.zeros((*x.shape[:dim], n, *x.shape[dim + 1 :]), x.dtype) for n in ends
+        )
+        x = jnp.concatenate([before, x, after], dim)
+    return x
 
 
 def causal(x: Array, kernel: Array) -> Array:
@@ -79,6 +89,10 @@ def kept(x: Array, kernel: Array) -> Array:
         (gradient(causal, 1), ["convolution 2 0, 0 0"]),
         (lambda x, k: convolution(padded(x, (1, 1), (1, 0)), k),
          ["convolution 1 1, 1 0"]),
+        (lambda x, k: convolution(joined(x, (2, 0), (0, 1)), k),
+         ["convolution 2 0, 0 1"]),
+        (gradient(lambda x, k: convolution(joined(x, (2, 0), (0, 0)), k), 0),
+         ["convolution 0 2, 1 1"]),
         (lambda x, k: convolution(padded(padded(x, (1, 0), (0, 0)), (0, 1), (0, 0)), k),
          ["convolution 1 1, 0 0"]),
         (lambda x, k: convolution(x, k, padding=[(3, 3), (0, 0)])[:, 2:-1],
@@ -134,9 +148,10 @@ def chains(draw: st.DrawFn) -> Fun:
         "rhs_dilation": draw(steps),
     }
     start, end = draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
+    wider = draw(st.sampled_from([padded, joined]))
 
     def f(x: Array, kernel: Array) -> Array:
-        y = convolution(padded(padded(x, *inner), *outer), kernel, **params)
+        y = convolution(wider(wider(x, *inner), *outer), kernel, **params)
         return y[:, start : max(y.shape[1] - end, start + 1), end:]
 
     return f

@@ -63,6 +63,10 @@ def _moves(fun: Fun) -> list[str]:
         (lambda x: x[2:][:4], ["2:6"]),
         (lambda x: jnp.concatenate([jnp.zeros((1, 3)), x])[:-1], ["pad (1, -1, 0)"]),
         (lambda x: jnp.concatenate([x[1:], jnp.zeros((1, 3))]), ["pad (-1, 1, 0)"]),
+        (lambda x: jnp.concatenate([jnp.zeros((2, 3)), x, jnp.zeros((1, 3))]),
+         ["pad (2, 1, 0)"]),
+        (lambda x: jnp.concatenate([jnp.zeros((2, 3)), x, jnp.ones((1, 3))]),
+         ["concatenate"]),
         (
             lambda x: lax.dynamic_slice_in_dim(jnp.pad(x, ((3, 0), (0, 0))), 1, 16),
             ["pad (2, -2, 0)"],

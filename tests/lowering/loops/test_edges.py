@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,18 +13,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.errors import ChunksError, PipelineError
+from jhost.errors import PipelineError
 from jhost.lowering.explain import count_loops
 from jhost.lowering.ir.statements import Communicate
-from tests import budget, finding, sums
+from tests import budget, finding
 from tests.jhost.derived import backward
-from tests.lowering.on_mesh import every_size, exact, on, on_streams, program_of, tp
+from tests.lowering.loops.any_way import INS, Way, ways
+from tests.lowering.on_mesh import every_size, exact, on, program_of, tp
 from tests.lowering.traced import array, loops, notes, work
 
 Array: TypeAlias = jax.Array
 Mix: TypeAlias = Callable[[Array, Array], Array]
 
-INS = P("tp"), P(None, "tp"), P(None, "tp"), P("tp")
 SPECS = INS, P("tp")
 
 
@@ -39,6 +38,24 @@ def convolution(before: int, after: int, dilation: int = 1) -> Mix:
             window_strides=(1,),
             padding=[(before, after)],
             rhs_dilation=(dilation,),
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=x.shape[1],
+        )[0]
+
+    return mix
+
+
+def joined(before: int, after: int) -> Mix:
+    """A convolution of rows with zeros before them, and behind them."""
+
+    def mix(x: Array, taps: Array) -> Array:
+        ends = (jnp.zeros((1, count, x.shape[1])) for count in (before, after))
+        wide = jnp.concatenate([next(ends), x[None], next(ends)], 1)
+        return lax.conv_general_dilated(
+            wide,
+            taps[: before + after + 1, None],
+            window_strides=(1,),
+            padding="VALID",
             dimension_numbers=("NHC", "HIO", "NHC"),
             feature_group_count=x.shape[1],
         )[0]
@@ -117,8 +134,8 @@ def gradients(f: Callable[..., Array]) -> Callable[..., Any]:
 @every_size
 @pytest.mark.parametrize(
     "mix",
-    [causal, convolution(0, 2), shifts(2, 0)],
-    ids=["before", "after", "shifts"],
+    [causal, convolution(0, 2), shifts(2, 0), joined(2, 0)],
+    ids=["before", "after", "shifts", "joined"],
 )
 def test_a_window_to_one_side_is_in_the_loop_of_both_products(
     devices: int, mix: Mix
@@ -278,7 +295,7 @@ def mixes(draw: st.DrawFn) -> tuple[Mix, int]:
     before, after = draw(st.integers(0, 4)), draw(st.sampled_from([0, 0, 1, 3]))
     if draw(st.booleans()):
         before, after = after, before
-    made = draw(st.sampled_from([convolution, shifts, slices, pooling]))
+    made = draw(st.sampled_from([convolution, joined, shifts, slices, pooling]))
     if made is convolution and draw(st.booleans()):
         return convolution(2 * before, 2 * after, 2), before + after + 1
     return made(before, after), before + after + 1
@@ -297,53 +314,13 @@ def chains(draw: st.DrawFn) -> tuple[Mix, int]:
     return mix, max(count for (_, count), _ in made)
 
 
-@given(
-    devices=st.sampled_from([2, 3, 4]),
-    rows=st.integers(1, 12),
-    uneven=st.integers(0, 1),
-    mix=chains(),
-    queues=st.integers(1, 3),
-    derived=st.booleans(),
-    whole=st.booleans(),
-    place=st.sampled_from(["in chunks", "whole", "beside transfers"]),
-    pieces=st.sampled_from([None, 1, 2, 3]),
-    checkpointed=st.booleans(),
-    found=st.booleans(),
-)
+@given(rows=st.integers(1, 12), mix=chains(), way=ways)
 @settings(max_examples=budget.examples(12))
-def test_windows_of_chunks_are_exact(
-    devices: int,
-    rows: int,
-    uneven: int,
-    mix: tuple[Mix, int],
-    queues: int,
-    derived: bool,
-    whole: bool,
-    place: Any,
-    pieces: int | None,
-    checkpointed: bool,
-    found: bool,
-) -> None:
+def test_windows_of_chunks_are_exact(rows: int, mix: tuple[Mix, int], way: Way) -> None:
     """Of any reach, also wider than a chunk, and with rows that do not divide."""
     made, taps = mix
-    chunks = pieces and pieces * devices
-    f = block(made, **({} if found else {"chunks": chunks, "pipeline": "p2p"}))
-    f = jax.checkpoint(f) if checkpointed else f
-    args = operands(devices * rows, taps, 2 * devices)
-
-    def cut(x: Array, *weights: Array) -> Array:
-        y = f(x[: len(x) - uneven], *weights)
-        return jnp.pad(y, ((0, uneven), (0, 0)))
-
-    searched = finding.everywhere() if found else contextlib.nullcontext()
-    with on_streams(queues), sums.standing(place), searched:
-        try:
-            if derived:
-                exact(gradients(cut), *args, **tp(devices, INS, INS))
-            else:
-                exact(cut, *args, **tp(devices, INS, P() if whole else P("tp")))
-        except ChunksError:
-            assert chunks is not None
+    args = operands(way.devices * rows, taps, 2 * way.devices)
+    way.check(block(made, **way.mark), gradients, *args)
 
 
 @pytest.mark.parametrize(

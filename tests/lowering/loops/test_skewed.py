@@ -19,6 +19,7 @@ import jhost
 from jhost.errors import ChunksError
 from jhost.lowering.explain import explain_program
 from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Allocate, Communicate, Compute, walk
@@ -166,6 +167,11 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Arr
     return jhost.dot_product_attention(q, p2p(k, 1), v, bias=bias)
 
 
+def of_attention() -> tuple[jax.Array, ...]:
+    heads = [array(8, 8, 2, 4, seed=seed) / 4 for seed in range(3)]
+    return *heads, array(8, 8, 2, seed=3)
+
+
 def sum_of_attended(*args: jax.Array) -> jax.Array:
     return jnp.sum(attend(*args) ** 2)
 
@@ -173,9 +179,7 @@ def sum_of_attended(*args: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("fun", [attend, jax.grad(sum_of_attended, (0, 1, 2, 3))])
 def test_keys_over_columns_and_their_bias_over_rows_share_a_loop(fun: Any) -> None:
     """The bias trades rows for columns first: its j lies as queries do."""
-    heads = [array(8, 8, 2, 4, seed=seed) / 4 for seed in range(3)]
-    args = *heads, array(8, 8, 2, seed=3)
-    program = exact(fun, *args, rtol=1e-4, **over((2, 2), 4))
+    program = exact(fun, *of_attention(), rtol=1e-4, **over((2, 2), 4))
     inside = [s for s in walk(loops(program)[0].body) if isinstance(s, Communicate)]
     kinds = {(stmt.kind, stmt.axes) for stmt in inside}
     assert kinds == BOTH
@@ -239,13 +243,23 @@ def test_as_many_bytes_move_as_by_collectives(
     assert received(program) == sum(each)
 
 
-@pytest.mark.parametrize("update", [*UPDATES.values(), product])
-def test_no_gathered_dim_is_made_whole(update: Function) -> None:
+@pytest.mark.parametrize(
+    "fun", [*UPDATES.values(), product, attend, jax.grad(sum_of_attended, (0, 1, 2, 3))]
+)
+def test_no_gathered_dim_is_made_whole(fun: Any) -> None:
     """A device holds parts of what it works on, and a term of each sum it owns."""
-    program = program_of(update, *operands(update), **over((2, 2)))
-    made = [s.buffer for s in walk(program.body) if isinstance(s, Allocate)]
-    part = operands(update)[0].size // 4
-    assert all(np.prod(b.shape) <= part for b in made if not b.name.count("terms"))
+    args = operands(fun) if fun in (*UPDATES.values(), product) else of_attention()
+    program = program_of(fun, *args, **over((2, 2), len(args)))
+    written = {
+        each.name: each
+        for stmt in walk(program.body)
+        for each in (
+            [stmt.buffer] if isinstance(stmt, Allocate) else reads_writes(stmt)[1]
+        )
+    }
+    part = args[0].size // 4
+    held = (each for each in written.values() if "terms" not in each.name)
+    assert all(np.prod(each.shape) <= part for each in held)
 
 
 # --- Derived programs --------------------------------------------------------------- #

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.errors import ChunksError, PipelineError
 from jhost.lowering.explain import count_loops
-from tests import budget, finding, sums
+from tests import budget
 from tests.jhost.derived import backward
+from tests.lowering.loops.any_way import INS, Way, ways
 from tests.lowering.loops.test_edges import (
-    INS,
     Array,
     Mix,
     causal,
@@ -29,7 +28,7 @@ from tests.lowering.loops.test_edges import (
     operands,
     tame,
 )
-from tests.lowering.on_mesh import every_size, exact, on_streams, tp
+from tests.lowering.on_mesh import every_size, exact, tp
 from tests.lowering.traced import loops, notes, work
 
 
@@ -248,51 +247,10 @@ def chains(draw: st.DrawFn) -> Mix:
     return mix
 
 
-@given(
-    devices=st.sampled_from([2, 3, 4]),
-    rows=st.integers(4, 24),
-    uneven=st.integers(0, 1),
-    mix=chains(),
-    queues=st.integers(1, 3),
-    derived=st.booleans(),
-    held=st.booleans(),
-    whole=st.booleans(),
-    place=st.sampled_from(["in chunks", "whole", "beside transfers"]),
-    pieces=st.sampled_from([None, 1, 2, 3]),
-    checkpointed=st.booleans(),
-    found=st.booleans(),
-)
+@given(rows=st.integers(4, 24), mix=chains(), held=st.booleans(), way=ways)
 @settings(max_examples=budget.examples(12))
-def test_strides_of_chunks_are_exact(
-    devices: int,
-    rows: int,
-    uneven: int,
-    mix: Mix,
-    queues: int,
-    derived: bool,
-    held: bool,
-    whole: bool,
-    place: Any,
-    pieces: int | None,
-    checkpointed: bool,
-    found: bool,
-) -> None:
+def test_strides_of_chunks_are_exact(rows: int, mix: Mix, held: bool, way: Way) -> None:
     """Of any number of rows, also where chunks cannot have equally many."""
-    chunks = pieces and pieces * devices
-    f = block(mix, held, **({} if found else {"chunks": chunks, "pipeline": "p2p"}))
-    f = jax.checkpoint(f) if checkpointed else f
-    args = operands(devices * rows, 9, 2 * devices)
-
-    def cut(x: Array, *weights: Array) -> Array:
-        y = f(x[: len(x) - uneven], *weights)
-        return jnp.pad(y, ((0, -len(y) % devices), (0, 0)))
-
-    searched = finding.everywhere() if found else contextlib.nullcontext()
-    with on_streams(queues), sums.standing(place), searched:
-        try:
-            if derived:
-                exact(gradients(cut), *args, **tp(devices, INS, INS))
-            else:
-                exact(cut, *args, **tp(devices, INS, P() if whole else P("tp")))
-        except (ChunksError, PipelineError):
-            assert not found
+    args = operands(way.devices * rows, 9, 2 * way.devices)
+    refused = ChunksError, PipelineError
+    way.check(block(mix, held, **way.mark), gradients, *args, refused=refused)
