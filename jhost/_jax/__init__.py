@@ -45,6 +45,7 @@ from jhost._jax.eqns import (
     rewritten as rewritten,
     with_each_eqn as with_each_eqn,
     with_operand_names as with_operand_names,
+    with_own_operands as with_own_operands,
 )
 from jhost._jax.jaxprs import (
     arg_names as arg_names,

@@ -46,6 +46,17 @@ def resized_var(var: Var, shape: Sequence[int]) -> Var:
     return Var(var.aval.update(shape=tuple(shape)))
 
 
+def with_own_operands(eqn: JaxprEqn) -> tuple[JaxprEqn, dict[Var, Var]]:
+    """`eqn` with a variable for each operand, and what each of these stands for.
+
+    An operand read twice gets two variables: it may be needed in two layouts.
+    """
+    reads = [(fresh_var(v.aval), v) for v in eqn.invars if isinstance(v, Var)]
+    own = (var for var, _ in reads)
+    invars = [v if isinstance(v, Literal) else next(own) for v in eqn.invars]
+    return eqn.replace(invars=invars), dict(reads)
+
+
 def new_eqn(
     primitive: Primitive,
     invars: Sequence[Atom],

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
-from jhost._jax import arg_names, fresh_var, source_line
+from jhost._jax import arg_names, source_line, with_own_operands
 from jhost.lowering.frontend.constrained_casts import on_narrower
 from jhost.lowering.frontend.contractions import without_transposes
 from jhost.lowering.frontend.control_flow import (
@@ -131,26 +131,19 @@ class _Builder(Markers):
             self.compute(eqn)
 
     def compute(self, eqn: JaxprEqn) -> None:
-        """A unit of its own for `eqn`, with a variable for each operand it reads.
-
-        An operand read twice gets two variables: it may be needed in two layouts.
-        """
-        invars = [
-            v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars
-        ]
+        """A unit of its own for `eqn`, with a variable for each operand it reads."""
+        own, read = with_own_operands(eqn)
         rule = constant_rule(eqn) or rule_of(eqn)
-        unit_eqn = ir.UnitEqn(
-            eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
-        )
+        unit_eqn = ir.UnitEqn(eqn=own, rule=rule, axes=((),) * len(rule.sizes))
         if rule.opaque and any(eqn.outvars):
             self.remark_opaque(eqn, rule)
         unit = ir.Unit(
             name=self.names.fresh(eqn.primitive.name),
             eqns=(unit_eqn,),
-            invars=tuple(v for v in invars if not isinstance(v, Literal)),
+            invars=tuple(read),
             outvars=tuple(eqn.outvars),
         )
-        ins = tuple(self.buffers[v] for v in eqn.invars if not isinstance(v, Literal))
+        ins = tuple(self.buffers[v] for v in read.values())
         outs = tuple(self.define(var) for var in eqn.outvars)
         self.body.append(ir.Compute(unit=unit, ins=ins, outs=outs))
         if moves_memory(eqn):  # a loop would put its chunks together in one memory

@@ -56,7 +56,7 @@ def split(value: np.ndarray, buffer: Buffer, ranks: Ranks) -> OnDevices:
 
 def joined(values: OnDevices, buffer: Buffer, ranks: Ranks, mesh: Mesh) -> jax.Array:
     """The global array of a result, spread over the mesh as its buffer says."""
-    if not mesh.axis_names:
+    if buffer.dtype == jax.dtypes.float0 or not mesh.axis_names:
         return as_jax(values[0], buffer.dtype)
     entries = given_entries(buffer, ranks.sizes)
     sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries)))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import aval_of, cached, fresh_var
+from jhost._jax import aval_of, cached, fresh_var, with_own_operands
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.statements import Buffer, Compute, Dim, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, FactorDim
@@ -135,21 +135,22 @@ def computes_of(
     computes: list[Compute] = []
     # One equation each, so that each statement has one rule for later passes.
     for unit_eqn in unit.eqns:
-        eqn = unit_eqn.eqn
-        invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))
+        eqn, read = with_own_operands(unit_eqn.eqn)
         for var in eqn.outvars:
             if var not in buffers:
                 name_of = names.fresh(f"{outs[0].name}_{eqn.primitive.name}")
                 buffers[var] = _like(outs[0], aval_of(var), name_of)
         one = Unit(
             name=name,
-            eqns=(unit_eqn,),
-            invars=invars,
+            eqns=(dataclasses.replace(unit_eqn, eqn=eqn),),
+            invars=tuple(read),
             outvars=tuple(eqn.outvars),
             pads=pads,
         )
-        read, made = ([buffers[v] for v in each] for each in (invars, eqn.outvars))
-        computes.append(Compute(unit=one, ins=tuple(read), outs=tuple(made)))
+        used, made = (
+            tuple(buffers[v] for v in each) for each in (read.values(), eqn.outvars)
+        )
+        computes.append(Compute(unit=one, ins=used, outs=made))
     return computes
 
 

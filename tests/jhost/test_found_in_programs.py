@@ -125,3 +125,17 @@ def test_found_streams_in_any_layer_give_what_the_plain_function_gives(
         assert any(stream.found for stream in f.lower(*args()).explain().streams)
         given = f(*args())
     jax.tree.map(np.testing.assert_array_equal, given, expected)
+
+
+def test_what_a_roll_by_nothing_leaves_is_read_by_no_loop() -> None:
+    """An array without elements was gathered for readers of whom there were none."""
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.roll(x @ w, 0, 0) @ w * x)
+
+    args, gradients = (integers(8, 4), integers(4, 4)), jax.grad(loss, (0, 1))
+    mesh = mesh_of({"dp": 2, "tp": 4})
+    f = jhost.jit(gradients, mesh=mesh, in_shardings=(P("tp", "dp"), P("dp")))
+    with finding.everywhere():
+        given = f(*args)
+    jax.tree.map(np.testing.assert_array_equal, given, jax.jit(gradients)(*args))

@@ -50,6 +50,15 @@ def test_explicit_meshes(around: str) -> None:
     assert jax.typeof(result).sharding.mesh.axis_types == (AxisType.Explicit,)
 
 
+def test_tangents_of_integers_are_float0() -> None:
+    def tangents(x: Array) -> tuple[Array, Array]:
+        return jax.linearize(lambda x: (x * 2, jnp.arange(8)), x)[1](x)
+
+    x, i = interpreted(tangents, mesh=MESH, in_shardings=P("tp"))(X)
+    np.testing.assert_array_equal(x, X * 2)
+    assert (i.shape, i.dtype) == ((8,), jax.dtypes.float0)
+
+
 KEYS: dict[str, tuple[Callable[[Array], Array], P, P]] = {
     "gathered": (lambda k: k, P("tp"), P()),
     "exchanged": (lambda k: k, P("tp"), P(None, "tp")),

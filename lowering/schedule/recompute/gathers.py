@@ -67,7 +67,8 @@ def _kept(
             continue
         readers = graph.readers.get(stmt.out.name, ())
         cut = all(n in pipelined and _only_loops_cut(graph[n], stmt) for n in readers)
-        if cut and stmt.out.name not in results:
+        # Nothing reads an array without elements that was to be joined with another.
+        if readers and cut and stmt.out.name not in results:
             # The first reader keeps the gather as it is.
             first, *later = readers
             found += [

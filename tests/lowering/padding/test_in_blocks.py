@@ -89,6 +89,17 @@ def test_sums_of_exponentials_are_made_in_blocks() -> None:
     assert _received(f.lower(x).host_ir) == [(4, 3)]
 
 
+def test_sums_of_exponentials_in_blocks_that_are_padded() -> None:
+    """Two devices have three blocks, and a test for NaN reads each twice."""
+    x = jnp.asarray(integers(24, 8) / 4, jnp.float32)
+
+    def function(x: jax.Array) -> jax.Array:
+        return lax.cumlogsumexp(x, axis=0)
+
+    f = jhost.jit(function, **on({"a": 3, "b": 2}, (P("a"),), P("b")))
+    chex.assert_trees_all_close(f(x), jax.jit(function)(x), rtol=1e-6)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_first_of_a_complex_product_is_multiplied_by_nothing(reverse: bool) -> None:
     """One times a complex infinity is NaN."""
