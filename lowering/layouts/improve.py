@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.assigner import decided_by
@@ -14,18 +14,31 @@ from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.solver import KnownRest, Solver
 from jhost.lowering.rules.dim_rule import factors_of
 
-_TRIALS = 256
-"""The most changes of a decision that are tried; each may walk the whole program."""
+_TRIALS = 512
+"""The most changes with all that follows from them that are tried."""
 
 _ROUNDS = 4
 """The most rounds over all decisions by themselves; mostly the first finds nothing."""
+
+_REACH = 32
+"""The most operations for each changed one that are decided again with a change.
+
+What gains does so nearby: the largest gain that was seen decided nine.
+"""
 
 _LITTLE = 1024
 """The part of all work (a 1024th) by which it may grow."""
 
 
-NewDecision: TypeAlias = tuple[int, Assignment, bool]
-"""An operation, another assignment, and whether it changes alone."""
+class Change(NamedTuple):
+    """Another assignment for some operations that are alike.
+
+    `alone`, only operations that have to follow other values change with them.
+    """
+
+    numbers: tuple[int, ...]
+    assignment: Assignment
+    alone: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +52,7 @@ class Failed:
     """
 
     now: int = 0
-    by: dict[NewDecision, tuple[int, Sequence[Operation]]] = dataclasses.field(
+    by: dict[Change, tuple[int, Sequence[Operation]]] = dataclasses.field(
         default_factory=dict
     )
     at: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -50,7 +63,7 @@ class Failed:
         for op in operations:
             self.at.update(dict.fromkeys(_around(op), self.now))
 
-    def fails_again(self, change: NewDecision) -> bool:
+    def fails_again(self, change: Change) -> bool:
         """Whether it failed, and nothing that it depends on has changed since."""
         if change not in self.by:
             return False
@@ -66,49 +79,84 @@ def _around(op: Operation) -> tuple[str, ...]:
 
 
 def improved(solver: Solver, made: Decisions) -> Decisions:
-    """`made`, with single decisions changed as long as that moves fewer bytes."""
-    trials, number, known, failed = _TRIALS, 0, KnownRest(), Failed()
-    numbers = solver.paying(made, known)
-    while number < len(numbers) and trials > 0:
-        better = False
-        for candidate in others(solver, numbers[number], made):
-            trials -= 1
-            better |= tried(solver, numbers[number], candidate, made, failed)
-        if not better:
-            number += 1
-        else:
-            # After a change, an earlier decision may gain too, so all are tried again.
-            numbers, number = solver.paying(made, known), 0
-    return _refined(solver, made, known, failed)
+    """`made`, with decisions changed as long as that moves fewer bytes.
 
-
-def _refined(
-    solver: Solver, made: Decisions, known: KnownRest, failed: Failed
-) -> Decisions:
-    """`made`, with changes of single decisions that gain while all others stay.
-
-    In this way a weight is gathered behind its cast to a narrower dtype, even if its
-    readers preferred otherwise.  Such a trial is quick, so all are made.
+    At last they change alone.  In this way a weight is gathered behind its cast to a
+    narrower dtype, even if its readers preferred otherwise.
     """
+    rounds = _Rounds(solver, made)
+    while rounds.finds_better(alone=False):
+        pass
     for _ in range(_ROUNDS):
-        better = False
-        for number in solver.paying(made, known):
-            for candidate in others(solver, number, made):
-                better |= tried(solver, number, candidate, made, failed, alone=True)
-        if not better:
+        if not rounds.finds_better(alone=True):
             break
     return made
+
+
+class _Rounds:
+    """Rounds over all decisions that move something.
+
+    Layers are alike.  So of operations in the same case one is tried, and what gains
+    there is tried at all others at once.
+    """
+
+    def __init__(self, solver: Solver, made: Decisions) -> None:
+        self.solver, self.made = solver, made
+        self.known, self.failed = KnownRest(), Failed()
+        self.trials = _TRIALS
+
+    def finds_better(self, alone: bool) -> bool:
+        """Whether a round found anything; an earlier decision may gain then, too."""
+        better, seen = False, set[Hashable]()
+        numbers = self.solver.paying(self.made, self.known)
+        for number in numbers:
+            case = case_of(self.solver, number, self.made)
+            if case in seen:
+                continue
+            if self.gains(number, case, numbers, alone):
+                better = True
+            else:
+                seen.add(case)
+        return better
+
+    def gains(
+        self, number: int, case: Hashable, numbers: Sequence[int], alone: bool
+    ) -> bool:
+        """Whether another assignment gains at an operation; then at those alike too."""
+        gained = False
+        for candidate in others(self.solver, number, self.made):
+            if not self.tried(Change((number,), candidate, alone)):
+                continue
+            gained = True
+            alike = [n for n in numbers if case_of(self.solver, n, self.made) == case]
+            if alike:
+                self.tried(Change(tuple(alike), candidate, alone))
+        return gained
+
+    def tried(self, change: Change) -> bool:
+        """Make a change if that is better, unless it would fail as it did before."""
+        # A change of one decision is quick, so all are tried.
+        if self.failed.fails_again(change) or not (self.trials or change.alone):
+            return False
+        self.trials -= not change.alone
+        return tried(self.solver, change, self.made, self.failed)
+
+
+def case_of(solver: Solver, number: int, made: Decisions) -> Hashable:
+    """All that the other assignments of an operation depend on."""
+    op, current = solver.operations[number], made.assignments[number]
+    layouts = [made.layouts[name] for name in decided_by(op)]
+    about = solver.preferences.about(op.outs)
+    return solver.assigner.kinds.of(op), about, current, *layouts
 
 
 def others(solver: Solver, number: int, made: Decisions) -> Sequence[Assignment]:
     """The other assignments that the operation could have, found once for a case."""
     op, current = solver.operations[number], made.assignments[number]
-    assigner = solver.assigner
-    layouts = [made.layouts[name] for name in decided_by(op)]
-    case = assigner.kinds.of(op), solver.preferences.about(op.outs), current, *layouts
-    found = assigner.others.get(case)
+    known, case = solver.assigner.others, case_of(solver, number, made)
+    found = known.get(case)
     if found is None:
-        found = assigner.others[case] = _others(solver, op, current, made)
+        found = known[case] = _others(solver, op, current, made)
     return found
 
 
@@ -152,29 +200,20 @@ def _by_other_dims(
     yield from spread_otherwise(solver, op, current, moves)
 
 
-def tried(
-    solver: Solver,
-    number: int,
-    candidate: Assignment,
-    made: Decisions,
-    failed: Failed,
-    alone: bool = False,
-) -> bool:
-    """Change a decision, and later ones that it affects, if that is better.
+def tried(solver: Solver, change: Change, made: Decisions, failed: Failed) -> bool:
+    """Change decisions, and later ones that they affect, if that is better.
 
-    With `alone`, only operations that have to follow other values change with it.  What
-    `failed` before is not tried again as long as it would fail again.
+    If not, `failed` has the change from then on.
     """
-    change = number, candidate, alone
-    if failed.fails_again(change):
-        return False
+    numbers, candidate, alone = change
     before, undo = made.price, list[tuple[int, Assignment]]()
-    waiting = {number}
-    order = [number]
-    while order:
+    read = {name for number in numbers for name in solver.operations[number].ins}
+    waiting = {*numbers}
+    order = [*numbers]
+    while order and len(waiting) <= _REACH * len(numbers):
         other = heapq.heappop(order)
         old = made.assignments[other]
-        new = candidate if other == number else _next(solver, number, other, made)
+        new = candidate if other in numbers else _next(solver, read, other, made)
         if new == old:
             continue
         undo.append((other, old))
@@ -188,7 +227,7 @@ def tried(
             if reader > other and reader not in waiting:
                 waiting.add(reader)
                 heapq.heappush(order, reader)
-    if made.price.beats(before):
+    if not order and made.price.beats(before):
         failed.changed(solver.operations[other] for other, _ in undo)
         return True
     if made.flops == before.flops:
@@ -198,15 +237,15 @@ def tried(
     return False
 
 
-def _next(solver: Solver, number: int, other: int, made: Decisions) -> Assignment:
+def _next(solver: Solver, read: set[str], other: int, made: Decisions) -> Assignment:
     """The best assignment of an operation, now that an earlier one has changed.
 
-    Of two that read one value whole, as two sorts of it, neither gains alone: the value
-    has to be gathered for the other one.
+    Of two that `read` one value whole, as two sorts of it, neither gains alone: the
+    value has to be gathered for the other one.
     """
     assigner, op, layouts = solver.assigner, solver.operations[other], made.layouts
     best = assigner.cheapest(other, made)
-    if set(op.ins).isdisjoint(solver.operations[number].ins):
+    if read.isdisjoint(op.ins):
         return best
     moves = made.known(other)
     every = [best, *_by_other_dims(solver, op, best, made)]

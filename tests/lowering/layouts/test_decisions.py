@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Assignment
+from jhost.lowering.ir.program import Program
 from jhost.lowering.layouts.backward import Backward
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
-from jhost.lowering.layouts.improve import Failed, improved, others, tried
+from jhost.lowering.layouts.improve import Change, Failed, improved, others, tried
 from jhost.lowering.layouts.propagate_layouts import shardings_of
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
@@ -32,7 +33,10 @@ def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def solver() -> Solver:
-    program = built(layers, (8, 8), (8, 8), (8, 8), a=2, b=4)
+    return solver_of(built(layers, (8, 8), (8, 8), (8, 8), a=2, b=4))
+
+
+def solver_of(program: Program) -> Solver:
     marks = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
     return Solver(flattened(program), marks, {})
 
@@ -65,7 +69,8 @@ def test_what_is_tried_in_vain_is_taken_back() -> None:
     for number in range(len(solving.operations)):
         for candidate in others(solving, number, made):
             before, total = made.in_order(), made.total
-            if tried(solving, number, candidate, made, Failed()):
+            change = Change((number,), candidate, alone=False)
+            if tried(solving, change, made, Failed()):
                 assert made.total < total
             else:
                 assert (made.in_order(), made.total) == (before, total)
@@ -84,11 +89,12 @@ def test_what_failed_and_reads_nothing_new_fails_again(data: st.DataObject) -> N
         st.lists(st.tuples(numbers, st.booleans()), min_size=20, max_size=60)
     ):
         for candidate in others(solving, number, made):
-            if failed.fails_again((number, candidate, alone)):
+            change = Change((number,), candidate, alone)
+            if failed.fails_again(change):
                 again += 1
-                assert not tried(solving, number, candidate, made, Failed(), alone)
+                assert not tried(solving, change, made, Failed())
             else:
-                tried(solving, number, candidate, made, failed, alone)
+                tried(solving, change, made, failed)
     event("some fail again" if again else "none fails again")
 
 

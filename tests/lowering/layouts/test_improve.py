@@ -21,8 +21,8 @@ from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.restart import restarted
 from jhost.testing import mesh_of
 from tests.jhost.derived import programs, vjp
-from tests.lowering.layouts.test_decisions import solver
-from tests.lowering.traced import check
+from tests.lowering.layouts.test_decisions import solver, solver_of
+from tests.lowering.traced import built, check
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, DEVICES = 64, 16, 32, 8, 4
 SHAPES = (
@@ -192,3 +192,35 @@ def test_a_value_is_moved_on_from_the_nearest_place() -> None:
     moved = [(c.axes, c.bytes) for c in jhost.explain(jitted, x).communications]
     quarter = x.nbytes // 4
     assert moved == [(("a",), quarter), (("b",), 2 * quarter)]
+
+
+def step(x: jax.Array, gains: jax.Array, ups: jax.Array, downs: jax.Array) -> Any:
+    """New weights of layers that are written out, each updated by itself."""
+    places = [P(), P("fsdp", "mp"), P("mp", "fsdp")]
+
+    def loss(layers: Any) -> jax.Array:
+        y = jhost.shard(x, P(("dp", "fsdp")))
+        for gain, up, down in layers:
+            mean = jnp.mean(y * y, axis=-1, keepdims=True)
+            y += jax.nn.silu(y * jax.lax.rsqrt(mean) * gain @ up) @ down
+        return jnp.sum(y * y)
+
+    layers = [
+        [jhost.shard(w, place) for w, place in zip(layer, places, strict=True)]
+        for layer in zip(gains, ups, downs, strict=True)
+    ]
+    return [
+        jhost.shard(w - 0.1 * g, place)
+        for layer, grads in zip(layers, jax.grad(loss)(layers), strict=True)
+        for w, g, place in zip(layer, grads, places, strict=True)
+    ]
+
+
+def test_each_of_many_layers_moves_as_much_as_each_of_two() -> None:
+    """What gains in one layer is changed in all, however many there are."""
+    moved: list[int] = []
+    for layers in (2, 16):
+        shapes = (16, 64, 128), (layers, 128), (layers, 128, 256), (layers, 256, 128)
+        solving = solver_of(built(step, *shapes, dp=2, fsdp=2, mp=2))
+        moved.append(improved(solving, solving.fixed_point()).total.all // layers)
+    assert moved[0] == moved[1]
