@@ -102,14 +102,23 @@ class ChooseForms(EachProgram):
     """
 
     @property
+    def weighs(self) -> bool:
+        """Whether the order of a whole program is weighed against that of XLA."""
+        return self.rates is not None and self.pipeline == "auto"
+
+    @property
     def time_decides(self) -> bool:
-        """Whether the predicted time decides between whole programs."""
-        return self.rates is not None and self.pipeline == "auto" and not self.between
+        """Whether the predicted time decides between programs of other transfers."""
+        return self.weighs and not self.between
 
     @property
     def may_begin_early(self) -> bool:
         """Whether XLA has options that hide collectives on such devices."""
         return self.rates is not None and self.rates.overlaps
+
+    def by(self, rates: Rates) -> ChooseForms:
+        """The pass for devices of other rates."""
+        return dataclasses.replace(self, rates=rates)
 
     def of_candidates(self) -> ChooseForms:
         """The pass for candidates of pipelines, which decides once for a transfer.

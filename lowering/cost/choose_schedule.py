@@ -4,19 +4,24 @@ Scans become cycles, and transfers outside of loops get their form and their pla
 Each of these is weighed by itself.  In the end the whole program is weighed against the
 program as it was written.  That runs as in `jax.jit`: with XLA's own options, or with
 those that begin collectives early.  If it does not clearly gain there, it may still be
-jhost's without an order.
+jhost's without an order.  A link between processes may be slower than is known, unless
+it was measured.  So there it has to gain with a slow one as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_forms import ChooseForms
 from jhost.lowering.cost.choose_permutes import kinds_of, ranked_kinds
-from jhost.lowering.cost.leave_to_xla import has_own_kernels, left_to_xla
+from jhost.lowering.cost.leave_to_xla import (
+    has_own_kernels,
+    is_over_same_devices,
+    left_to_xla,
+)
 from jhost.lowering.cost.remembering import FollowingPass, through
 from jhost.lowering.cost.soonest import soonest
 from jhost.lowering.ir.bodies import (
@@ -36,6 +41,10 @@ _LEAST = 0.998
 """The share of a program's work that is sure: an order may fuse a little more of it."""
 
 
+Times: TypeAlias = Sequence[float]
+"""Seconds by the known rates, and by others that devices may have."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseSchedule:
     """A program with its loops over chunks -> the same in order, or left to XLA.
@@ -44,7 +53,7 @@ class ChooseSchedule:
         order: the passes that make cycles, and that move transfers beside work.
         leave: the pass that leaves programs between processes to XLA.
         cycles: what makes cycles.
-        transfers: what says how long a program takes, and whether that decides.
+        transfers: what says how long a program takes, if that can be predicted.
     """
 
     name: ClassVar[str] = "choose_schedule"
@@ -60,7 +69,7 @@ class ChooseSchedule:
         # Loops over chunks have gained over no loop already, or were asked for.
         if is_pipelined(program) or not moves or left_to_xla(ordered):
             return ordered
-        return self.best(program, ordered) if self.transfers.time_decides else ordered
+        return self.best(program, ordered) if self.transfers.weighs else ordered
 
     def at_least(self, program: Program) -> float:
         """Seconds that the program takes in whatever order this pass gives it.
@@ -77,41 +86,59 @@ class ChooseSchedule:
         least = _LEAST * least - self.cycles.most_saved(program)
         if not any(held_bodies(program)):
             return least  # the times of XLA's own order are not below it either
-        return min(least, *(written for _, written in self.written(program)))
+        return min(least, *(written for _, (written, *_) in self.written(program)))
 
     def best(self, program: Program, ordered: Program) -> Program:
         """`ordered`, or `program` if it takes less time as it was written."""
         if ordered.body is program.body and not self.transfers.may_begin_early:
             return ordered  # where nothing overlaps, this is all that there is
-        in_order = self.transfers.seconds(ordered)
+        in_order = self.seconds(ordered)
         written = [*self.written(program)]
         if not has_own_kernels(program):
             if (left := self.left(program, in_order, written)) is not None:
                 return left
         (_, as_written), *_ = written
-        return program if as_written < in_order else ordered
+        return program if _gains(as_written, in_order) else ordered
 
     def left(
-        self, program: Program, in_order: float, written: Sequence[tuple[bool, float]]
+        self, program: Program, in_order: Times, written: Sequence[tuple[bool, Times]]
     ) -> Program | None:
         """`program` with a remark that leaves it to XLA, if that clearly gains."""
         left, seconds = None, in_order
         for early, each in written:
-            if each < _GAIN * seconds:
-                left = LeftToXla(axes=(), early=early, predicted=(each, in_order))
+            if _gains(each, seconds, _GAIN):
+                predicted = each[0], in_order[0]
+                left = LeftToXla(axes=(), early=early, predicted=predicted)
                 seconds = each
         if left is None:
             return None
         return dataclasses.replace(program, remarks=(*program.remarks, left))
 
-    def written(self, program: Program) -> Iterator[tuple[bool, float]]:
+    def written(self, program: Program) -> Iterator[tuple[bool, Times]]:
         """The seconds as it was written, and with options that begin early.
 
         Only programs that are left to XLA get these.
         """
-        begins = self.transfers.may_begin_early and not has_own_kernels(program)
+        begins = self.may_begin_early(program)
         for early in (False, True) if begins else (False,):
-            yield early, self.transfers.seconds(program, early=early)
+            yield early, self.seconds(program, early=early)
+
+    def may_begin_early(self, program: Program) -> bool:
+        """Whether XLA may get options to begin a program's collectives early."""
+        safe = not self.transfers.between or is_over_same_devices(program)
+        return safe and self.transfers.may_begin_early and not has_own_kernels(program)
+
+    def seconds(self, program: Program, *, early: bool = False) -> Times:
+        """How long a program takes, by each of the rates that devices may have."""
+        assert self.transfers.rates is not None
+        by = (self.transfers.by(rates) for rates in self.transfers.rates.possible)
+        return [each.seconds(program, early=early) for each in by]
+
+
+def _gains(times: Times, others: Times, most: float = 1.0) -> bool:
+    """Whether all times are below that share of the others."""
+    pairs = zip(times, others, strict=True)
+    return all(time < most * other for time, other in pairs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -146,9 +146,12 @@ class _Clock:
             self.move(number, max(ready, self.computing))
             return
         beside = _beside(task)
+        if ordered := beside and not task.copied:
+            self.issue_before(number)
         moving = self.moving[task.network]
         free = moving + task.gap if beside else self.computing
         free = max(free, self.kernels) if task.exclusive else free
+        free = max(free, self.under_way) if ordered else free
         start = max(free, ready + task.delay)
         end = start + task.seconds
         waiting = [] if task.transfer else self.ready_unordered()
@@ -161,6 +164,12 @@ class _Clock:
         self.issue_beside(waiting, task, start)
 
     # --- Transfers that XLA orders -------------------------------------------- #
+
+    def issue_before(self, number: int) -> None:
+        """Issue the unordered transfers that are ready, and needed before another."""
+        for each in self.ready_unordered():
+            if self.readers[each] < self.readers[number]:
+                self.move(each, self.computing)
 
     def issue_for_loops(self) -> None:
         """Issue the readers of transfers that a loop waits for, once nothing else does.

@@ -58,12 +58,8 @@ class LeaveToXla:
         if most and any(each.in_order for each in moved):
             return program
         axes = dict.fromkeys(axis for each in moved for axis in each.axes)
-        groups = {
-            stmt.axes
-            for stmt in statements(program)
-            if isinstance(stmt, ir.Communicate)
-        }
-        report = LeftToXla(axes=tuple(axes), early=most and len(groups) == 1)
+        early = most and is_over_same_devices(program)
+        report = LeftToXla(axes=tuple(axes), early=early)
         return dataclasses.replace(program, remarks=(*program.remarks, report))
 
 
@@ -108,6 +104,12 @@ def _moved(
                     yield from _moved(body, between, times * length)
             case _:
                 pass
+
+
+def is_over_same_devices(program: Program) -> bool:
+    """Whether all communications go along the same axes."""
+    moved = (s for s in statements(program) if isinstance(s, ir.Communicate))
+    return len({stmt.axes for stmt in moved}) == 1
 
 
 def has_own_kernels(program: Program) -> bool:

@@ -123,6 +123,17 @@ class Rates:
         return self.permute if copied else self.collective
 
     @property
+    def possible(self) -> tuple[Rates, ...]:
+        """These rates, and those with a slow link between processes, if none is known.
+
+        Devices of one host need not reach each other's memory.  Then NCCL's kernels go
+        through the host, which is as slow as a network.
+        """
+        if self.between is not None or "host" not in self.reach.values():
+            return (self,)
+        return self, dataclasses.replace(self, between=self.network)
+
+    @property
     def by_kernels(self) -> Rates:
         """The same rates, but permutes are kernels of NCCL, like collectives."""
         return dataclasses.replace(self, permute=self.collective, put=None)

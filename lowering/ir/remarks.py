@@ -244,9 +244,9 @@ class LeftToXla:
     """That XLA partitions the whole program, as in `jax.jit`.
 
     It moves data along `axes` between processes, and nothing in it is pipelined.
-    Collectives begin `early` if there is work for most of them to stand beside, or
-    within a process if that is predicted to gain.  There `predicted` has the seconds of
-    the program, and those in jhost's order.
+    Collectives begin `early` if there is work for most of them to stand beside.  If it
+    is left because that is predicted to gain, `predicted` has the seconds of the
+    program, and those in jhost's order; the options are then part of the prediction.
     """
 
     axes: tuple[str, ...]

@@ -129,7 +129,7 @@ def both_passes(mesh: Mesh, specs: Sequence[P]) -> Sequence[ScheduledCommunicati
         ((P(None, "tp"), P("tp")), {"CollectivePermute": 9, "AllReduce": 4}),
         (
             (P("dp", "tp"), P("tp", "dp")),
-            {"CollectivePermute": 9, "AllGather": 4, "ReduceScatter": 4},
+            {"CollectivePermute": 8, "AllGather": 4, "ReduceScatter": 4},
         ),
     ],
     ids=["data parallel", "fsdp"],

@@ -135,6 +135,68 @@ def test_a_permute_beside_all_works_never_loses_to_no_order(
     assert found <= off
 
 
+def between(
+    rows: int, bandwidth: float | None = None, of: Callable[..., Any] = gradients
+) -> Program:
+    """A program along axes over several processes, of a measured bandwidth or none."""
+    axes = {"dp": 2} if of is gradients else {"dp": 2, "tp": 2}
+    rates = rates_of("NVIDIA H200", dict.fromkeys(axes, "host"))
+    assert rates is not None
+    if bandwidth is not None:
+        link = dataclasses.replace(rates.network, bandwidth=bandwidth)
+        rates = dataclasses.replace(rates, between=link)
+    x = jax.ShapeDtypeStruct((2 * rows, 4096), jnp.bfloat16)
+    square = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    sequence = passes(settings=StreamDefaults(), streams=4, rates=rates, between=axes)
+    return run_passes(built(of, x, square, square, **axes), sequence.all)
+
+
+@pytest.mark.parametrize("bandwidth", [None, 22e9, 200e9])
+def test_an_order_that_loses_between_processes_is_left(bandwidth: float | None) -> None:
+    """What is gathered for a gradient is sent before what the next product waits for.
+
+    Few rows hide nothing, so this is all that an order does.
+    """
+    program = between(128, bandwidth)
+    report = left_to_xla(program)
+    assert report is not None
+    assert report.predicted is not None
+    written, ordered = report.predicted
+    assert written < ordered
+    assert report.early == (bandwidth is not None)
+    assert not is_pipelined(program)
+
+
+def test_an_order_that_gains_between_processes_is_kept() -> None:
+    for bandwidth in (None, 22e9):
+        assert left_to_xla(between(1024, bandwidth)) is None
+
+
+def test_an_order_is_kept_if_no_way_without_gains_on_a_slow_link_too() -> None:
+    """Of a link that nobody measured it is not known whether it is NVLink.
+
+    At NVLink's speed XLA's own order gains here, and on a slow link the options do.
+    """
+    assert left_to_xla(between(256)) is None
+    early = [left_to_xla(between(256, bandwidth)) for bandwidth in (22e9, 200e9)]
+    assert None not in early
+
+
+def over_two_axes(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+    made = gradients(x, w, v)
+    return made, jhost.shard(jhost.shard(w, P("tp")) * 2, P())
+
+
+@pytest.mark.parametrize("rows", [128, 1024])
+@pytest.mark.parametrize("bandwidth", [None, 22e9, 200e9])
+def test_over_several_axes_between_processes_no_options_are_weighed(
+    bandwidth: float | None, rows: int
+) -> None:
+    """With them, collectives over different devices may wait for each other forever."""
+    report = left_to_xla(between(rows, bandwidth, over_two_axes))
+    assert report is None or not report.early
+
+
 def test_on_cpus_no_options_are_weighed() -> None:
     assert left_to_xla(lowered(rates_of("cpu"), dp=3)) is None
 

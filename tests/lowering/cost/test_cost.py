@@ -321,6 +321,10 @@ def early(seconds: float, *after: int, taken: float = 0.0) -> Task:
     return dataclasses.replace(moved(seconds, *after), early=True, taken=taken)
 
 
+def ordered(seconds: float, *after: int) -> Task:
+    return dataclasses.replace(work(seconds, *after), transfer=True)
+
+
 def loop(seconds: float, *after: int) -> Task:
     return dataclasses.replace(work(seconds, *after), inside=Prediction(total=seconds))
 
@@ -378,6 +382,18 @@ def test_with_options_all_begin_and_take_from_what_runs_beside_them() -> None:
     assert end_of(early(10, taken=2), work(20), work(15), work(5, 0)) == 42
 
 
+@pytest.mark.parametrize(("copied", "first"), [(False, 40), (True, 30)])
+def test_a_transfer_that_is_needed_before_ordered_ones_is_not_behind_them(
+    copied: bool, first: float
+) -> None:
+    """A program's first gather waits where it is issued, before gathers in order."""
+    rest = [dataclasses.replace(ordered(30), copied=copied) for _ in range(2)]
+    tasks = moved(10), *rest, work(5, 0), work(5, 1, 3), work(5, 2, 4)
+    ends = ends_of(tasks)
+    assert ends[0] == 10
+    assert [ends[1], ends[2]] == [first, first + 30]
+
+
 def test_a_scan_of_no_iterations_waits_for_no_transfer() -> None:
     assert end_of(moved(3), loop(0, 0), work(5)) == 5
 
@@ -388,7 +404,7 @@ def test_no_task_ends_before_what_it_waits_for(data: Any) -> None:
     tasks = list[Task]()
     for number in range(data.draw(st.integers(1, 12))):
         before = st.sets(st.integers(0, number - 1)) if number else st.just(set[int]())
-        make = data.draw(st.sampled_from([work, moved, early, loop]))
+        make = data.draw(st.sampled_from([work, moved, early, ordered, loop]))
         seconds = data.draw(st.integers(0, 9))
         tasks.append(make(seconds, *data.draw(before)))
     ends = ends_of(tasks)
