@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 
+from jhost._text import counted
 from jhost.lowering.ir.graph import Graph
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.streams.participation import Participation
 
 
-def within_reach(
+def too_few(steps: Fraction, count: int) -> str:
+    """Why a stream ends where there are fewer steps than chunks."""
+    has = counted(steps, "step")
+    return f"it has {has}, fewer than the {count} chunks asked for"
+
+
+def out_of_reach(
+    graph: Graph,
+    buffer: str,
+    parts: Mapping[int, Participation],
+    counts: Mapping[int, int | None],
+) -> tuple[set[int], dict[int, str]]:
+    """The parts that a stream only reaches through ones with too few steps, with these.
+
+    `counts` has the chunks that a part cannot be cut into.  Beside the parts stands why
+    the stream ends at some of them.  A mark without any other part keeps all.
+    """
+    enough = {n: part for n, part in parts.items() if counts[n] is None}
+    near = _within_reach(graph, buffer, enough)
+    if not near:
+        return set(), {}
+    reasons: dict[int, str] = {}
+    for number in _ends(graph, near, parts):
+        count = counts[number]
+        assert count is not None
+        reasons[number] = too_few(parts[number].steps, count)
+    return parts.keys() - near, reasons
+
+
+def _within_reach(
     graph: Graph, buffer: str, parts: Mapping[int, Participation]
 ) -> set[int]:
     """The parts that a stream reaches from a value through such parts alone."""
@@ -24,7 +55,7 @@ def within_reach(
     return found
 
 
-def ends(
+def _ends(
     graph: Graph, near: set[int], parts: Mapping[int, Participation]
 ) -> Iterator[int]:
     """The other parts that touch what the `near` ones cut."""

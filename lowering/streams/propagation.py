@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from fractions import Fraction
 
-from jhost._text import counted
 from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.requests import merge_choices
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.few_steps import ends, within_reach
+from jhost.lowering.streams.few_steps import out_of_reach, too_few
 from jhost.lowering.streams.found_weights import is_product
 from jhost.lowering.streams.participation import (
     ONE,
@@ -273,24 +272,19 @@ class Propagation:
 
         They joined before it was known how many groups a later gather makes.
         """
-        mark, enough = self.marks[stream], dict[int, Participation]()
-        reasons: dict[int, str] = {}
+        counts = dict[int, int | None]()
         for number, part in parts.items():
-            count = too_few_for(mark, part.steps)
-            self.answers.append(Admitted(stream, part.steps, count))
-            if count is None:
-                enough[number] = part
-            else:
-                reasons[number] = too_few(part.steps, count)
+            counts[number] = too_few_for(self.marks[stream], part.steps)
+            self.answers.append(Admitted(stream, part.steps, counts[number]))
         # Streams that met have marks on both sides.
-        if not reasons or any(kept == stream for kept, _ in self.pairs):
+        met = any(kept == stream for kept, _ in self.pairs)
+        if met or not any(counts.values()):
             return set()
-        near = within_reach(self.graph, mark.buffer, enough)
-        if not near:
-            return set()
-        for number in ends(self.graph, near, parts):
-            self.declined.setdefault(number, reasons[number])
-        return parts.keys() - near
+        left_out, why = out_of_reach(
+            self.graph, self.marks[stream].buffer, parts, counts
+        )
+        self.declined |= {**why, **self.declined}
+        return left_out
 
     def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
         """The parts whose steps are no whole number in each group; they are left out.
@@ -309,12 +303,6 @@ class Propagation:
             if reached & {b.name for b in (*node.reads, *node.writes)}:
                 self.declined.setdefault(number, undivided(parts[number].size))
         return left_out
-
-
-def too_few(steps: Fraction, count: int) -> str:
-    """Why a stream ends where there are fewer steps than chunks."""
-    has = counted(steps, "step")
-    return f"it has {has}, fewer than the {count} chunks asked for"
 
 
 def _cuts_seen(node: Node, part: Participation) -> bool:
