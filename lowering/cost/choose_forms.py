@@ -44,6 +44,7 @@ from jhost.lowering.schedule.order import beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.schedule.scheduled_transfer import TransferForm
+from jhost.lowering.schedule.where_most_is_held import with_less_held
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.995
@@ -129,6 +130,7 @@ class ChooseForms(EachProgram):
 
     def change(self, program: Program) -> Program:
         can_hide = self.can_hide_on(program.mesh.shape)
+        program = self.with_less_held(program)
         other, moved = self.with_work_moved(program)
         if not moved:
             return self.with_forms(program, can_hide)
@@ -146,6 +148,18 @@ class ChooseForms(EachProgram):
         if not self.moves_work:
             return program, []
         return with_work_moved(program, self.can_hide_on(program.mesh.shape))
+
+    def with_less_held(self, program: Program) -> Program:
+        """The program with products that wait where it holds most, if work may move."""
+        # Nothing says in a body what is held around it.
+        if not self.moves_work or program.is_body:
+            return program
+        mesh = dict(program.mesh.shape)
+
+        def stays_whole(stmt: Communicate) -> bool:
+            return self.way(stmt, mesh) == "collective" and self.is_open(stmt)
+
+        return with_less_held(program, stays_whole)
 
     def can_hide_on(self, mesh: Mapping[str, int]) -> IsOpen:
         """Whether a transfer may stand beside work, on that mesh."""

@@ -129,6 +129,8 @@ class _Walk:
         """Sums whose next round began after the last list of sums was issued."""
         self.queue: list[ScheduledTransfer] = []
         """Collectives under way, in the order in which they were issued."""
+        self.unread = False
+        """Whether a transfer has ended that no block since has been put behind."""
         self.seen: set[int] = set()
         self.put_off: list[StatementBlock] = []
         self.body: list[ir.Stmt] = []
@@ -157,6 +159,11 @@ class _Walk:
         # While transfers are under way, work stands on a stream too.  Tokens then tell
         # XLA before which work to issue one, and behind which to wait for it.
         beside = waited or self.is_under_way() or self.holds_back(number)
+        if self.unread and isinstance(block.stmt, CONTROL_FLOW):
+            # Nothing else says so, and XLA would keep the terms of a sum for the loop.
+            self.unread = False
+            self.body += _behind_transfers(on_own(block.stmts), 2)
+            return
         ordered = block.contracts or (waited and self.stays_behind(number))
         if has_moved(block) and self.is_under_way():
             self.body += _behind_transfers(block.stmts)
@@ -312,7 +319,9 @@ class _Walk:
         if not transfers:
             return
         assert not any(each in self.to_come for each in transfers)
-        transfers = self.in_turn([*transfers, *self.ended_before(transfers)])
+        unread = [*self.ended_before(transfers)]
+        self.unread |= bool(unread)
+        transfers = self.in_turn([*transfers, *unread])
         rest = ([t for t in sums if t not in transfers] for sums in self.sums)
         self.sums = [sums for sums in rest if sums]
         self.again = [each for each in self.again if each not in transfers]
@@ -385,9 +394,10 @@ def _on_own(block: StatementBlock) -> Sequence[ir.Stmt]:
     return on_own(block.stmts)
 
 
-def _behind_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
-    """A block of work that has moved, once the transfers before it are issued.
+def _behind_transfers(stmts: Sequence[ir.Stmt], at: int = 1) -> list[ir.Stmt]:
+    """Work on a stream that waits for the transfers before it as well.
 
-    XLA would otherwise compute it before what they send is there.
+    They are issued before work that has moved, which XLA would otherwise compute before
+    what they send is there.  Or they have ended.
     """
-    return [stmts[0], ir.Synchronize(stream=TRANSFERS), *stmts[1:]]
+    return [*stmts[:at], ir.Synchronize(stream=TRANSFERS), *stmts[at:]]

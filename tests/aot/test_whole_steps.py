@@ -217,6 +217,20 @@ def test_a_step_between_processes_never_waits_and_takes_no_more_memory(
         check({"fsdp": 2}, apart({"fsdp": 2}))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
+@pytest.mark.usefixtures("hopper")
+def test_a_step_of_8b_between_processes_takes_no_more_memory(apart: MakeH200s) -> None:
+    """The gathered vocabulary ends before its gradient is made."""
+    axes = (("fsdp", 4),)
+    case = Case(*WIDTHS["8b"], "scan-checkpoint", LAYERS, 8, axes).with_cudnn()
+    mesh = apart(dict(axes))
+    with jax.numpy_dtype_promotion("standard"):
+        step = arms.hosted("auto")(case, mesh).lower(*types_of(case))
+        plain = arms.jitted(case, mesh).lower(*types_of(case)).compile(dict(QUICKLY))
+    assert memory_of(step.compile(dict(QUICKLY))) <= MOST * memory_of(plain)
+
+
 MOVED = re.compile(
     r"= \(?.*?(\w+)\[([\d,]*)\][^\[]*? (all-gather|all-reduce|reduce-scatter"
     r"|all-to-all|collective-permute)(?:-start)?\("
