@@ -23,7 +23,7 @@ _ROUNDS = 4
 _REACH = 32
 """The most operations for each changed one that are decided again with a change.
 
-What gains does so nearby: the largest gain that was seen decided nine.
+What gains does so nearby: the largest gain that was seen decided thirteen.
 """
 
 _LITTLE = 1024
