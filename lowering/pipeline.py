@@ -38,7 +38,6 @@ from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.padding.in_blocks import InBlocks
 from jhost.lowering.padding.pad_uneven import PadUneven
-from jhost.lowering.padding.shorter_steps import ShorterSteps
 from jhost.lowering.schedule.compute_late import ComputeLate
 from jhost.lowering.schedule.recompute.programs import stack_least
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
@@ -154,7 +153,7 @@ def passes(
         rates=rates if rates and rates.overlaps and transfers.time_decides else None,
     )
     return Passes(
-        before_choice=(ShorterSteps(), InBlocks(), PadUneven(), split),
+        before_choice=(InBlocks(), PadUneven(), split),
         choice=ChoosePipelines(
             (
                 *layouts,

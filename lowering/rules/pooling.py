@@ -157,22 +157,11 @@ def scattered(eqn: JaxprEqn) -> DimRule:
     It reads all windows that reach into it, and the cotangent of each of them.  Where
     the stride does not divide the size, a step is as long as divides both.
     """
-    return scattered_by(eqn, longest_steps(eqn))
-
-
-def longest_steps(eqn: JaxprEqn) -> list[int]:
-    """For each dim, the longest step that divides its size and its stride."""
-    sizes, strides = shape_of(eqn.outvars[0]), eqn.params["window_strides"]
-    return [*map(math.gcd, sizes, strides)]
-
-
-def scattered_by(eqn: JaxprEqn, lengths: Sequence[int]) -> DimRule:
-    """The rule with steps of such lengths, which divide the longest."""
     source, operand = (shape_of(v) for v in eqn.invars)
     factors = Factors()
     maps = [
-        _handed_back(factors, eqn, dim, sizes, step)
-        for dim, (*sizes, step) in enumerate(zip(source, operand, lengths, strict=True))
+        _handed_back(factors, eqn, dim, steps, size)
+        for dim, (steps, size) in enumerate(zip(source, operand, strict=True))
     ]
     values, windows, results = zip(*maps, strict=True) if maps else ((), (), ())
     rebind = _rebind_scattered(values, windows, results)
@@ -181,14 +170,14 @@ def scattered_by(eqn: JaxprEqn, lengths: Sequence[int]) -> DimRule:
 
 
 def _handed_back(
-    factors: Factors, eqn: JaxprEqn, dim: int, sizes: Sequence[int], step: int
+    factors: Factors, eqn: JaxprEqn, dim: int, count: int, size: int
 ) -> tuple[FactorDim | None, FactorDim | None, FactorDim | None]:
     """How the cotangents, the operand and the result of one dim follow a factor."""
-    count, size = sizes
     if not size or not count:
         return None, None, None
     names = "window_dimensions", "window_strides", "padding"
     extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
+    step = math.gcd(size, stride)
     factor, steps = factors.new(size // step), (0, size // step)
     # Window w is at place `w * stride // step`.  Windows at places `i + first` to
     # `i + last` reach into step i.  A missing one hands 0 back.

@@ -74,7 +74,6 @@ def mlp_before(name: str) -> Program:
 
 def test_the_passes_stand_in_order() -> None:
     assert [step.name for step in SEQUENCE] == [
-        "shorter_steps",
         "in_blocks",
         "pad_uneven",
         "split_axes",

@@ -134,25 +134,6 @@ def test_convolutions_get_the_edges_of_their_neighbours(
     assert received(program) == 2 * places * 6
 
 
-@pytest.mark.parametrize(("extent", "stride"), [(2, 2), (3, 2), (4, 4), (3, 6)])
-def test_a_maximum_hands_its_gradient_to_neighbours_whatever_the_stride(
-    extent: int, stride: int
-) -> None:
-    """Of 36 rows, 9 a device: the stretches between windows come in no equal parts."""
-
-    def gradient(x: Array) -> Array:
-        window, strides = (extent, 1), (stride, 1)
-        made, back = jax.vjp(
-            lambda x: lax.reduce_window(x, -np.inf, lax.max, window, strides, "SAME"),
-            x,
-        )
-        return back(lax.broadcasted_iota(made.dtype, made.shape, 0) - 2)[0]
-
-    x = np.array(integers(36, 5), np.float32)
-    program = exact(gradient, x, **tp(4, (ROWS,), ROWS))
-    assert received(program) <= 5 * 2 * (extent + stride)
-
-
 @pytest.mark.parametrize(
     ("positions", "taps", "dilation", "stride"),
     [(13, 1, 3, 1), (10, 2, 2, 1), (19, 2, 3, 1), (8, 3, 3, 1), (11, 1, 2, 3)],
