@@ -41,7 +41,7 @@ _LEAST = 0.998
 """The share of a program's work that is sure: an order may fuse a little more of it."""
 
 
-Times: TypeAlias = Sequence[float]
+ByRates: TypeAlias = Sequence[float]
 """Seconds by the known rates, and by others that devices may have."""
 
 
@@ -101,7 +101,10 @@ class ChooseSchedule:
         return program if _gains(as_written, in_order) else ordered
 
     def left(
-        self, program: Program, in_order: Times, written: Sequence[tuple[bool, Times]]
+        self,
+        program: Program,
+        in_order: ByRates,
+        written: Sequence[tuple[bool, ByRates]],
     ) -> Program | None:
         """`program` with a remark that leaves it to XLA, if that clearly gains."""
         left, seconds = None, in_order
@@ -114,7 +117,7 @@ class ChooseSchedule:
             return None
         return dataclasses.replace(program, remarks=(*program.remarks, left))
 
-    def written(self, program: Program) -> Iterator[tuple[bool, Times]]:
+    def written(self, program: Program) -> Iterator[tuple[bool, ByRates]]:
         """The seconds as it was written, and with options that begin early.
 
         Only programs that are left to XLA get these.
@@ -128,14 +131,14 @@ class ChooseSchedule:
         safe = not self.transfers.between or is_over_same_devices(program)
         return safe and self.transfers.may_begin_early and not has_own_kernels(program)
 
-    def seconds(self, program: Program, *, early: bool = False) -> Times:
+    def seconds(self, program: Program, *, early: bool = False) -> ByRates:
         """How long a program takes, by each of the rates that devices may have."""
         assert self.transfers.rates is not None
         by = (self.transfers.by(rates) for rates in self.transfers.rates.possible)
         return [each.seconds(program, early=early) for each in by]
 
 
-def _gains(times: Times, others: Times, most: float = 1.0) -> bool:
+def _gains(times: ByRates, others: ByRates, most: float = 1.0) -> bool:
     """Whether all times are below that share of the others."""
     pairs = zip(times, others, strict=True)
     return all(time < most * other for time, other in pairs)

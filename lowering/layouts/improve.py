@@ -30,7 +30,7 @@ _LITTLE = 1024
 """The part of all work (a 1024th) by which it may grow."""
 
 
-class Change(NamedTuple):
+class OtherAssignment(NamedTuple):
     """Another assignment for some operations that are alike.
 
     `alone`, only operations that have to follow other values change with them.
@@ -52,7 +52,7 @@ class Failed:
     """
 
     now: int = 0
-    by: dict[Change, tuple[int, Sequence[Operation]]] = dataclasses.field(
+    by: dict[OtherAssignment, tuple[int, Sequence[Operation]]] = dataclasses.field(
         default_factory=dict
     )
     at: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -63,7 +63,7 @@ class Failed:
         for op in operations:
             self.at.update(dict.fromkeys(_around(op), self.now))
 
-    def fails_again(self, change: Change) -> bool:
+    def fails_again(self, change: OtherAssignment) -> bool:
         """Whether it failed, and nothing that it depends on has changed since."""
         if change not in self.by:
             return False
@@ -125,15 +125,15 @@ class _Rounds:
         """Whether another assignment gains at an operation; then at those alike too."""
         gained = False
         for candidate in others(self.solver, number, self.made):
-            if not self.tried(Change((number,), candidate, alone)):
+            if not self.tried(OtherAssignment((number,), candidate, alone)):
                 continue
             gained = True
             alike = [n for n in numbers if case_of(self.solver, n, self.made) == case]
             if alike:
-                self.tried(Change(tuple(alike), candidate, alone))
+                self.tried(OtherAssignment(tuple(alike), candidate, alone))
         return gained
 
-    def tried(self, change: Change) -> bool:
+    def tried(self, change: OtherAssignment) -> bool:
         """Make a change if that is better, unless it would fail as it did before."""
         # A change of one decision is quick, so all are tried.
         if self.failed.fails_again(change) or not (self.trials or change.alone):
@@ -200,7 +200,9 @@ def _by_other_dims(
     yield from spread_otherwise(solver, op, current, moves)
 
 
-def tried(solver: Solver, change: Change, made: Decisions, failed: Failed) -> bool:
+def tried(
+    solver: Solver, change: OtherAssignment, made: Decisions, failed: Failed
+) -> bool:
     """Change decisions, and later ones that they affect, if that is better.
 
     If not, `failed` has the change from then on.

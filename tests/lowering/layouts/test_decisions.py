@@ -18,7 +18,13 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.layouts.backward import Backward
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.flat_bodies import flattened
-from jhost.lowering.layouts.improve import Change, Failed, improved, others, tried
+from jhost.lowering.layouts.improve import (
+    Failed,
+    OtherAssignment,
+    improved,
+    others,
+    tried,
+)
 from jhost.lowering.layouts.propagate_layouts import shardings_of
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
@@ -69,7 +75,7 @@ def test_what_is_tried_in_vain_is_taken_back() -> None:
     for number in range(len(solving.operations)):
         for candidate in others(solving, number, made):
             before, total = made.in_order(), made.total
-            change = Change((number,), candidate, alone=False)
+            change = OtherAssignment((number,), candidate, alone=False)
             if tried(solving, change, made, Failed()):
                 assert made.total < total
             else:
@@ -89,7 +95,7 @@ def test_what_failed_and_reads_nothing_new_fails_again(data: st.DataObject) -> N
         st.lists(st.tuples(numbers, st.booleans()), min_size=20, max_size=60)
     ):
         for candidate in others(solving, number, made):
-            change = Change((number,), candidate, alone)
+            change = OtherAssignment((number,), candidate, alone)
             if failed.fails_again(change):
                 again += 1
                 assert not tried(solving, change, made, Failed())
