@@ -31,7 +31,7 @@ H200 = "NVIDIA H200"
 
 @pytest.mark.newest
 def test_a_step_of_a_whole_model_fits_a_screen() -> None:
-    """Of a decoder that exchanges its scores: heads are sharded, queries are not."""
+    """Of a decoder whose weights and heads are sharded, and whose queries are not."""
     pytest.importorskip("flax")
     pytest.importorskip("optax")
     from tests.decoder import step_of
@@ -51,11 +51,10 @@ def test_a_step_of_a_whole_model_fits_a_screen() -> None:
     (largest,) = (line for line in lines if "largest exposed transfer" in line)
     longest = max(explanation.communications, key=lambda each: each.exposed or 0.0)
     assert longest.value in largest
-    weights = "div in `jax.nn.dot_product_attention(...)` at decoder.py:"
-    assert f"of {weights}" in largest
-    advice = f"to change first: how {weights}"
-    assert advice in str(explanation)
-    assert "['layers']['attention']['key']['kernel'] over tp" in str(explanation)
+    rows = '`norm(name="pre_mlp_norm")(x)` at decoder.py:'
+    assert f"of {rows}" in largest
+    assert "to change first: mark gate with jhost.stream(" in str(explanation)
+    assert "['layers']['attention']['query']['kernel'] over fsdp" in str(explanation)
 
 
 # --- The first lines ---------------------------------------------------------------- #
