@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set as AbstractSet
 
-from jhost.lowering.cost.kernels import (
-    Kernel,
-    made_by_contraction,
-    read_in_place,
-)
+from jhost.lowering.cost.contractions import made_by_contraction, read_in_place
+from jhost.lowering.cost.kernels import Kernel
 from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import read_whole, reads_writes

@@ -1,7 +1,8 @@
 """An estimate of the kernels that XLA makes of a computation, and of their work.
 
-A contraction is one kernel.  Everything else fuses with its neighbours, up to the next
-reduction.  The cost of a fusion is the memory that it reads and writes.
+A contraction is one kernel, with what it adds to a product.  Everything else fuses with
+its neighbours, up to the next reduction.  The cost of a fusion is the memory that it
+reads and writes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from jhost.lowering.cost.contractions import added
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.index import Index, Rank, evaluate
@@ -31,8 +33,8 @@ class Kernel:
     Attributes:
         traffic: the bytes that it reads and writes.
         matmul: batch, m, n and k of its product, if it has one.
-        between: for a kernel of several products, the bytes moved from one product to
-            the next.  Arithmetic does not hide them.
+        between: the bytes that arithmetic does not hide: what a kernel of several
+            products moves from one to the next, and what is added to a product.
         choices: how many branches are chosen when it runs.
     """
 
@@ -126,6 +128,9 @@ class _UnitKernels:
         self.value = _identities(forwarded(unit))
         self.site = site
         self.heavy = {id(e.eqn) for e in self.eqns if e.rule.contracts}
+        self.added = added(unit)
+        self.additions = {id(each.eqn) for each in self.added.values()}
+        self.apart = self.heavy | self.additions
         self.bytes = self.sizes()
         users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
         outside = (*unit.outvars, *(var for eqn in users for var in eqn.invars))
@@ -148,15 +153,31 @@ class _UnitKernels:
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
                 read = set(map(self.value, eqn.invars))
-                written = set(map(id, eqn.outvars))
+                more, written = self.sum_of(eqn)
                 traffic, matmul = self.traffic(read | written), self.matmul(unit_eqn)
                 between = self.between(unit_eqn) + 2 * self.traffic(ordered(eqn))
+                # What is added is read when the product is there.
+                between += self.traffic(more)
                 kernel = Kernel(traffic, matmul, between, self.choices(unit_eqn))
-                yield Launch(kernel, frozenset(read), frozenset(written))
+                yield Launch(kernel, frozenset(read | more), frozenset(written))
         for fusion in self.fusions():
             for read, written in self.connected(fusion):
                 kernel = Kernel(self.traffic(read) + self.traffic(written))
                 yield Launch(kernel, read, written)
+
+    def sum_of(self, eqn: JaxprEqn) -> tuple[set[int], set[int]]:
+        """What a contraction adds to its product, and what it writes."""
+        addition = self.added.get(id(eqn))
+        if addition is None:
+            return set(), set(map(id, eqn.outvars))
+        return {self.value(addition.array)}, set(map(id, addition.eqn.outvars))
+
+    def ends(self, unit_eqn: UnitEqn) -> bool:
+        """Whether its results are complete in memory before anything reads them."""
+        if id(unit_eqn.eqn) in self.added:
+            return False
+        rule = unit_eqn.rule
+        return rule.contracts or rule.reduces or id(unit_eqn.eqn) in self.additions
 
     def fusions(self) -> list[list[int]]:
         """The values that each fusion writes.
@@ -173,10 +194,10 @@ class _UnitKernels:
             eqn, outs = unit_eqn.eqn, [id(var) for var in unit_eqn.eqn.outvars]
             read = map(self.value, eqn.invars)
             own = max((level.get(value, 0) for value in read), default=0)
-            reduces = unit_eqn.rule.contracts or unit_eqn.rule.reduces
+            reduces = self.ends(unit_eqn)
             # A reduction is complete a level later, so its readers are another fusion.
             level |= dict.fromkeys(outs, own + reduces)
-            if id(eqn) not in self.heavy and not _is_filled(eqn):
+            if id(eqn) not in self.apart and not _is_filled(eqn):
                 written = [var for var in outs if reduces or var in self.wanted]
                 fusions.setdefault(own, []).extend(written)
         return [fusion for fusion in fusions.values() if fusion]
@@ -215,8 +236,7 @@ class _UnitKernels:
                 read = [read[0], stored.get(values[1], read[1])]
             for out in map(id, eqn.outvars):
                 found[out] = set().union(*read)
-                ends = unit_eqn.rule.contracts or unit_eqn.rule.reduces
-                in_memory[out] = {out} if ends else found[out]
+                in_memory[out] = {out} if self.ends(unit_eqn) else found[out]
                 if self.views(eqn) in stored:
                     stored.setdefault(out, stored[values[0]])
         return found
@@ -310,25 +330,3 @@ def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
     return chunk and ChunkAt.of(
         chunk, evaluate(chunk.start, at), evaluate(chunk.size, at)
     )
-
-
-def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
-    """For each result, whether a contraction writes it; contractions do not fuse."""
-    heavy = {
-        id(v) for e in compute.unit.eqns if e.rule.contracts for v in e.eqn.outvars
-    }
-    return tuple(id(var) in heavy for var in compute.unit.outvars)
-
-
-def read_in_place(compute: Compute) -> tuple[bool, ...]:
-    """For each operand, whether a contraction reads the array as it lies in memory.
-
-    An operand that a contraction needs in another order of dims is copied for it, and
-    that copy is counted with the contraction's kernel.
-    """
-    read: set[int] = set()
-    copied: set[int] = set()
-    for eqn in (each.eqn for each in compute.unit.eqns if each.rule.contracts):
-        read |= set(map(id, eqn.invars))
-        copied |= {id(eqn.invars[number]) for number in read_in_other_order(eqn)}
-    return tuple(id(var) in read - copied for var in compute.unit.invars)

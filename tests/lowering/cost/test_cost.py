@@ -88,6 +88,18 @@ def test_a_contraction_is_a_kernel_and_its_neighbours_fuse() -> None:
     ]
 
 
+def test_a_product_adds_another_one() -> None:
+    """It reads what it adds, and nothing writes or reads what it is added to."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w + jnp.tanh(x) @ w
+
+    made = kernels(only_unit(lowered(f, (6, 4), (4, 10))), {}, {})
+    product = Kernel(4 * (24 + 40 + 60), (1, 6, 10, 4))
+    adding = dataclasses.replace(product, between=4 * 60)
+    assert made == [adding, product, Kernel(4 * (24 + 24))]
+
+
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 0), (True, 4)])
 def test_each_block_of_keys_is_a_choice_where_queries_see_only_some(
     causal: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
