@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from jhost._jax import aval_of
 from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
 from jhost.lowering.rules.contract import read_in_other_order
@@ -71,7 +72,10 @@ class _Additions:
 
     def source(self, var: Var | Literal) -> Var | None:
         """The value in memory that `var` shows, if nothing else reads it."""
-        while self.readers[id(var)] == 1 and (eqn := self.maker.get(id(var))):
+        while isinstance(var, Var) and self.readers[id(var)] == 1:
+            eqn = self.maker.get(id(var))
+            if eqn is None:
+                return None
             if id(eqn) in self.complete | self.sums:
                 return var
             if not _is_view(eqn):
@@ -83,7 +87,7 @@ class _Additions:
 def _is_of_cublas(each: UnitEqn) -> bool:
     """Whether it is a product of cuBLAS's that adds: those of integers do not."""
     is_dot = each.eqn.primitive is lax.dot_general_p and each.rule.contracts
-    return is_dot and not np.issubdtype(each.eqn.outvars[0].aval.dtype, np.integer)
+    return is_dot and not np.issubdtype(aval_of(each.eqn.outvars[0]).dtype, np.integer)
 
 
 def _is_view(eqn: JaxprEqn) -> bool:

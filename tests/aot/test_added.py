@@ -84,19 +84,19 @@ def of_a_fusion(x: Any, y: Any, z: Any, w: Any) -> Any:
     return jnp.tanh(x @ y) @ z + w @ x
 
 
-FORMS = {str(t): of_tree(t) for leaves in (2, 3, 4) for t in trees(leaves)}
-FORMS |= {
-    f.__name__: f
-    for f in (
-        transposed,
-        sequences,
-        read_twice,
-        subtracted,
-        behind_a_barrier,
-        converted,
-        integers,
-        of_a_fusion,
-    )
+ALONE = (
+    transposed,
+    sequences,
+    read_twice,
+    subtracted,
+    behind_a_barrier,
+    converted,
+    integers,
+    of_a_fusion,
+)
+FORMS: dict[str, Callable[..., Any]] = {
+    **{str(tree): of_tree(tree) for count in (2, 3, 4) for tree in trees(count)},
+    **{f.__name__: f for f in ALONE},
 }
 
 
