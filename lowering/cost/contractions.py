@@ -85,13 +85,13 @@ class _Additions:
 
 
 def _is_of_cublas(each: UnitEqn) -> bool:
-    """Whether it is a product of cuBLAS's that adds: those of integers do not."""
+    """Whether cuBLAS makes the product and can add to it.  It adds no integers."""
     is_dot = each.eqn.primitive is lax.dot_general_p and each.rule.contracts
     return is_dot and not np.issubdtype(aval_of(each.eqn.outvars[0]).dtype, np.integer)
 
 
 def _is_view(eqn: JaxprEqn) -> bool:
-    """Whether it only shows a product in another form, in which XLA can write it.
+    """Whether XLA can write a product in this form at once.
 
     A transposed matrix is the product of the operands in the other order.
     """

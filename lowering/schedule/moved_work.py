@@ -57,15 +57,9 @@ def with_work_moved(
     if not moved:
         return program, []
     products = {id(each.product) for each in moved}
-    blocks = (order.blocks.all[number].stmts for number in order.order)
-    stmts = [
-        stmt
-        for block in blocks
-        # XLA keeps only the order that streams have.
-        for stmt in (on_own(block) if id(block[0]) in products else block)
-    ]
-    body = tuple(order.blocks.barriers.together(stmts))
-    return dataclasses.replace(program, body=body), moved
+    every = enumerate(order.blocks.all)
+    own = {number for number, block in every if id(block.stmts[0]) in products}
+    return order.program(program, own), moved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +109,18 @@ class WorkOrder:
             if product is not None:
                 yield MovedWork(product, window.stmt)
             self.keep_window(number)
+
+    def program(self, program: Program, own: Set[int] = frozenset()) -> Program:
+        """`program` in the new order, with its `own` blocks on the stream for work."""
+        stmts = [
+            stmt
+            for number in self.order
+            for block in [self.blocks.all[number].stmts]
+            # XLA keeps only the order that streams have.
+            for stmt in (on_own(block) if number in own else block)
+        ]
+        body = tuple(self.blocks.barriers.together(stmts))
+        return dataclasses.replace(program, body=body)
 
     def keep_window(self, number: int) -> None:
         window = self.window(number)

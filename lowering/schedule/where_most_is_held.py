@@ -11,33 +11,30 @@ GB of temporary memory so, and 4.1 GB in JAX's order.  `jax.jit` takes 3.5 GB.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Set
-
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.queues import on_own
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.schedule.held import held
 from jhost.lowering.schedule.intervals import SUMS, IsOpen
 from jhost.lowering.schedule.moved_work import WorkOrder
 
 _MOST = 0.9
-"""A block holds the most above this share of it, because that is an estimate."""
+"""The share of the most held above which a block counts: sizes are estimates."""
 
 _LESS = 0.95
-"""In the other order, less than this share is to be held while both products run."""
+"""The share of what both products hold now.  The other order has to hold less."""
 
 
 def with_less_held(program: Program, stays_whole: IsOpen) -> Program:
-    """`program` with products of sums that stay whole behind the next ones.
+    """`program` with products moved behind the next ones, where their sums stay whole.
 
-    A sum that is sent in parts holds less: its product is made in these parts.
+    A sum that is sent in parts holds less, because its product is made in these parts.
     """
     moved = (stmt for stmt in program.body if isinstance(stmt, Communicate))
     if not any(stmt.kind in SUMS and stays_whole(stmt) for stmt in moved):
         return program
     there = held(program)
-    full = (n for n, size in enumerate(there) if size > _MOST * max(there))
+    least = _MOST * max(there)
+    full = (number for number, size in enumerate(there) if size > least)
     for number in full:
         other = _with_next_before(program, number, stays_whole)
         if other is not None:
@@ -62,12 +59,11 @@ def _with_next_before(
         return None
     order.move({number, *behind}, place)
     before, after = (
-        max(held(p)[number:place]) for p in (program, _made(order, program))
+        max(held(p)[number:place]) for p in (program, order.program(program))
     )
     if after >= _LESS * before:
         return None
-    # XLA keeps only the order that streams have.
-    return _made(order, program, {number, following})
+    return order.program(program, {number, following})
 
 
 def _next_product(order: WorkOrder, number: int) -> int | None:
@@ -78,15 +74,3 @@ def _next_product(order: WorkOrder, number: int) -> int | None:
     if following is None or order.blocks.product(following) is None:
         return None
     return following
-
-
-def _made(order: WorkOrder, program: Program, own: Set[int] = frozenset()) -> Program:
-    """`program` in its new order, some blocks of it on the stream for ordered work."""
-    blocks = ((number, order.blocks.all[number].stmts) for number in order.order)
-    stmts = [
-        stmt
-        for number, block in blocks
-        for stmt in (on_own(block) if number in own else block)
-    ]
-    body = tuple(order.blocks.barriers.together(stmts))
-    return dataclasses.replace(program, body=body)

@@ -34,7 +34,7 @@ class ChunkHalo:
 
 
 def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
-    """The halos of chunks of a factor, by operand, if a chunk reads other elements."""
+    """The halo of each operand of which a chunk reads more than its own elements."""
     if not isinstance(stmt, Compute):
         return {}
     halos = {
@@ -44,7 +44,7 @@ def halos_of(stmt: Stmt, factor: int | None) -> dict[int, ChunkHalo]:
 
 
 def _halo(dim: int, reads: WindowReads) -> ChunkHalo:
-    """The elements that a chunk reads beside its own; their number fits any chunk."""
+    """The elements that a chunk of any size reads beside its own."""
     steps = reads.fewest
     start, own = reads.start(0, steps), steps * reads.stride // reads.dilation
     # Widths that users give may be NumPy's integers, which no index takes.
